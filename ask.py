@@ -1,4 +1,4 @@
-"""Requests to a chat model, with a budget and a journal: no reply is paid for twice.
+"""Requests to a chat model, with a budget and a journal: no usable reply is paid for twice.
 
     with Journal("feedback.jsonl.journal", price_in, price_out, max_usd) as journal:
         replies = ask(questions, journal, Server("gpt-4o"), read)
@@ -6,10 +6,10 @@
         print(replies[question.key].value)              # what read(context, text) returned
 
 `annotate.py` asks the annotator and `measures/judge.py` asks the judge; both use `ask`. The
-journal is a file of JSON lines beside the output, one line for each reply. Threads send the
-requests. The main thread alone writes the journal and reads the replies: it writes a reply as
-soon as the reply arrives, and then reads it. A run that is killed or that fails therefore keeps
-all replies that arrived, and the next run does not request them again.
+journal is a file of JSON lines next to the output file. It has one line for each reply. Threads
+send the requests. Only the main thread writes the journal and reads the replies: it writes a
+reply as soon as the reply arrives, and then reads it. So a run that is killed or that fails
+keeps all replies that arrived, and the next run does not request the usable ones again.
 
 Paper: §3.3 and Appendix B define the prompts. They do not say how requests are sent. The tokens
 and the cost of annotation (Tables 12 and 14) follow from `usage` in each line of the journal.
@@ -38,7 +38,8 @@ class Question:
     """A request. key: its `question_key`; id: the row's id; context: data for `read`.
 
     max_tokens: the maximum length of the reply; schema: its JSON schema, or None for any form.
-    old_key: its key in a journal of the fifth version, which had no `source` in it.
+    old_key: its key in a journal that the fifth version of this project wrote. That key does
+    not depend on the `source`.
     """
     key: str
     id: str
@@ -50,15 +51,15 @@ class Question:
 
     @cached_property
     def size(self):
-        """Length in bytes, an upper bound on the number of tokens."""
+        """Length of the request in bytes, an upper bound on the number of its tokens."""
         return len(json.dumps([self.messages, self.schema]))
 
 
 def question_key(*parts):
     """The hash of a request's parts, which identifies it in the journal of every run.
 
-    The `source` of a Server or Function is one of the parts. So a server is not given the
-    replies of another one that calls its model by the same name.
+    The `source` of a Server or Function is one of the parts. So two servers do not share
+    replies, even if their models have the same name.
     """
     return checksum(state=parts)[:32]
 
@@ -71,7 +72,7 @@ class Reply:
     """The reply to a question, or the failure of a request.
 
     reason: why the reply is unusable, or None; usage: number of billed tokens, or None if it is
-    unknown; status: HTTP status, or 0 for an object of a function, which would return it again;
+    unknown; status: HTTP status, or 0 if a function returned an object that is not a text;
     remedy: what to do if the reply is unusable; value: the value that `read` returned.
     """
     text: str
@@ -86,8 +87,9 @@ class Journal:
     """A file with one JSON line per reply or failed request, and their total cost.
 
     Prices are in USD per million tokens; None counts as 0. max_usd: the budget in USD over all
-    runs. spent: cost of all requests in USD, at these prices. replies: key → last reply.
-    overrun: the largest length of a reply that a server reported, relative to its `max_tokens`.
+    runs that use this file. spent: cost of all its requests in USD, at these prices. replies:
+    key → last reply. overrun: the largest ratio of a reply's length, as its server reported it,
+    to `max_tokens` of the question; at least 1.
     """
 
     overrun = 1
@@ -110,7 +112,7 @@ class Journal:
                 pass
         self.file.seek(max(0, size - 1))
         if self.file.read() not in "\n":
-            print(file=self.file)                    # a killed process left half a line
+            print(file=self.file)                    # end the half line of a killed process
         return self
 
     def __exit__(self, *exception):
@@ -122,14 +124,15 @@ class Journal:
         return sum(usage[name] * price for name, price in self.prices.items()) / 1e6
 
     def max_usage(self, question):
-        """The maximum usage of a request, as far as the reports so far tell."""
+        """The maximum usage of a request, estimated from the usage of earlier replies."""
         return {"prompt_tokens": question.size,
                 "completion_tokens": question.max_tokens * self.overrun}
 
     def can_afford(self, requests):
-        """Whether the budget covers these requests, which are pairs (question, …), together.
+        """Whether the budget covers all these requests together.
 
-        Raises InputError if it does not cover a single one.
+        A request is a pair (question, …). Raises InputError if there is only one request and
+        the budget does not cover it.
         """
         usd = sum(self.usd(self.max_usage(question)) for question, _ in requests)
         if self.max_usd is None or self.spent + usd <= self.max_usd:
@@ -152,24 +155,24 @@ class Journal:
     def _add(self, row):
         """Update replies, spent and overrun with a line of the file.
 
-        Raises ValueError, TypeError or LookupError where the line is of another form.
+        Raises ValueError, TypeError or LookupError if the line has another form.
         """
         usd = self.usd(row["usage"])
         if not (0 <= usd < 1e9 and "".join([row["key"], row["reply"], row["reason"] or ""])):
             raise ValueError("no text, or a cost that cannot be")
-        # The fourth version stored no ratio.
+        # The fourth version of this project stored no ratio. Then 1 is used.
         self.overrun = max(self.overrun, row.get("ratio", 1))
         self.replies[row["key"]] = Reply(row["reply"], row["reason"], row["usage"])
         self.spent += usd
 
 
-# The one Journal of a run. With --critic annotator, each iteration of phase 3 opens it. It is
-# read again only if another process wrote to the file in between.
+# The one Journal of a run. With --critic annotator, each iteration of phase 3 opens the file.
+# After the first time, it is read again only if another process has changed its size.
 run_journal = cache(Journal)
 
 
 def _why_unusable(question, journal, read):
-    """Read the reply in the journal, once; return why it is unusable, or None."""
+    """Apply `read` to the stored reply, if needed; return why it is unusable, or None."""
     reply = journal.replies[question.key]
     if not (reply.reason or reply.value):
         try:
@@ -184,7 +187,7 @@ def _why_unusable(question, journal, read):
 def _missing(questions, journal, read):
     """The questions without a usable reply, without duplicates.
 
-    A reply under the `old_key` of a question becomes the reply to the question.
+    A question without a reply gets the reply that is stored under its `old_key`, if any.
     """
     for question in questions:
         if question.old_key in journal.replies:
@@ -204,16 +207,19 @@ def forecast(questions, journal, read):
 
 
 def hide_key(text):
-    """The text with "…" for the API key. A key below ten characters is no secret ("none")."""
+    """The text with "…" in place of the API key.
+
+    A key below ten characters is not hidden, because it is a placeholder such as "none".
+    """
     key = os.getenv("OPENAI_API_KEY", "")
     return text.replace(key, "…") if len(key) > 9 else text
 
 
 # ── Asking
 
-MOST_FAILURES = 25                    # in a row; more requests would waste money
-RETRIES = 6                           # of a request that the server was too busy to answer
-AGAIN = 300                           # status of a request that is sent again in another form
+MOST_FAILURES = 25                    # unusable replies in a row; after them the run ends
+RETRIES = 6                           # of a request, if the server is too busy or has failed
+AGAIN = 300                           # our own status: send again, without one parameter
 PAUSE = 1.5                           # seconds before the first retry; then 6, 13.5, 24, …
 
 
@@ -224,20 +230,21 @@ def ask(questions, journal, model, read, concurrency=8):
     read(context, text) returns the value of a reply, or raises ValueError if the reply is
     unusable. It also reads the replies of earlier runs; an unusable one is requested again.
 
-    Raises InputError in five cases: the budget is reached; 25 replies in a row are unusable;
-    the server does not answer the first request; it refuses the first three; or a function
-    returned an unusable object. The first Ctrl-C sends no new request and
-    waits for the open ones, which are billed. The second Ctrl-C stops at once.
+    Raises InputError if the budget is reached; if 25 replies in a row are unusable (a question
+    that failed in an earlier run does not count); if the first request fails, or the first
+    three are refused as invalid (status 400 or 422); if a function returned an unusable object;
+    or if the function or `read` raises it. After the first Ctrl-C, `ask` sends no new request
+    and waits for the open ones, which are billed. The second Ctrl-C stops at once.
     """
     missing = _missing(questions, journal, read)
     old_keys = set(journal.replies)
-    # Earlier failures come last.
+    # Questions that failed in an earlier run come last.
     todo = sorted(missing, key=lambda question: question.key in old_keys)
     waiting = deque((question, 0) for question in todo)       # question, number of retries
     running = {}                          # result of a thread → question, number of retries
     stop = Event()
     has_answered = False
-    failures = 0                          # in a row; earlier failures may recur
+    failures = 0                          # in a row; old ones, which may recur, do not count
 
     def send(question, trial):
         if stop.wait(PAUSE * trial**2):
@@ -252,17 +259,18 @@ def ask(questions, journal, model, read, concurrency=8):
                 journal.append(running[result][0], result.get())
             yield result, *running.pop(result)
 
-    # The end of the process does not wait for the threads of a ThreadPool.
+    # A process can end while threads of a ThreadPool still wait for the server.
     with ThreadPool(concurrency) as pool, tqdm(todo, "ask", delay=1) as bar:
         try:
             while waiting or running:
-                # The first request goes alone: it shows what the server accepts and bills.
+                # Until the server has answered, requests are sent one at a time: the first
+                # answer shows what the server accepts and bills.
                 while (waiting and len(running) < (concurrency if has_answered else 1)
                        and journal.can_afford([waiting[0], *running.values()])):
                     request = waiting.popleft()
                     running[pool.apply_async(send, request)] = request
                 for result, question, trial in arrived():
-                    reply = result.get()               # raises the error of a local function
+                    reply = result.get()               # raises what `send` raised
                     reason = _why_unusable(question, journal, read)
                     if reason:
                         bar.set_postfix_str(reason)
@@ -273,11 +281,11 @@ def ask(questions, journal, model, read, concurrency=8):
                         waiting.appendleft((question, trial + is_retry))
                         continue
                     bar.update()
-                    is_certain = not (has_answered and reply.status)        # to recur
+                    is_certain = not (has_answered and reply.status)   # that a failure recurs
                     is_new = question.key not in old_keys or is_certain
                     failures = failures + is_new if reason else 0
                     most = MOST_FAILURES
-                    if is_certain:               # a refusal may be the fault of the row
+                    if is_certain:               # 400 and 422 may be due to the row alone
                         most = 3 if reply.status in (400, 422) else 1
                     if reason and failures >= most:
                         advice = f"check {model if most == 1 else journal.path}"
@@ -294,8 +302,9 @@ def ask(questions, journal, model, read, concurrency=8):
 
 # ── A server
 
-# What a server may refuse, and the pattern of its message. A message about `temperature` or
-# `top_p` leaves out `top_p` first. A `max_tokens` that is only too large is not left out.
+# What a server may refuse → the pattern of its error message. After a message about
+# `temperature` or `top_p`, `top_p` is left out first. `max_tokens` is not left out if the
+# message only says that its value is too large.
 REFUSABLE = {
     "json_schema": "(?i)response.?format|schema",
     "response_format": "(?i)response.?format|json.?(object|mode)",
@@ -313,7 +322,8 @@ TOP_P = 0.95
 class Server:
     """A model on an OpenAI-compatible server. The client reads OPENAI_API_KEY.
 
-    refused: names in REFUSABLE that the server refused; has_answered: then no more are added.
+    refused: names in REFUSABLE that the server refused. has_answered: whether the server has
+    given an answer; then no more names are added.
     """
     model: str
     base_url: str | None = None
@@ -328,21 +338,22 @@ class Server:
 
     @property
     def source(self):
-        """What tells its replies from those of other servers and settings."""
+        """The URL and the sampling settings, which are a part of each `question_key`."""
         return [self.base_url or os.getenv("OPENAI_BASE_URL"), self.temperature, TOP_P]
 
     @cached_property
     def client(self):
-        """The client. It sends each request once: `ask` retries, so that it counts each try."""
+        """The client. It does not retry, because `ask` does, so the journal has every try."""
         import openai                                    # slow: half a second
         return openai.OpenAI(base_url=self.base_url, max_retries=0, timeout=self.timeout)
 
     def __call__(self, question):
-        """Send a request once. Status AGAIN: the server refused a parameter, now left out.
+        """Send a request once; return the Reply.
 
-        The message of a refusal may repeat the prompt, and so speak of any parameter. Therefore
-        nothing more is left out after an answer, and all is sent again if leaving out did not
-        help.
+        Its status is AGAIN if the server refused a parameter, which is left out from then on.
+        An error message may repeat the prompt, and so name any parameter by chance. Therefore
+        no parameter is left out after the first answer. If leaving out parameters did not help,
+        the next request has all of them again.
         """
         import openai
         body = {"model": self.model, "messages": question.messages, "top_p": TOP_P,
@@ -360,7 +371,7 @@ class Server:
             answer = self.client.chat.completions.with_raw_response.create(**body)
         except openai.APIConnectionError as error:
             cause = one_line(repr(error.__cause__))
-            if cause.startswith("Connect"):              # it was never sent
+            if cause.startswith("Connect"):              # the request was not sent: it is free
                 return Reply("", cause, NO_TOKENS, 503)
             return Reply("", cause, None, 503,
                          f"raise --timeout {self.timeout:g}, or lower --concurrency")
@@ -382,10 +393,10 @@ MALFORMED = ValueError, LookupError, TypeError, AttributeError
 
 
 def _read_answer(status, text, question):
-    """The Reply in an HTTP answer. An error in the body of status 200 determines the status."""
+    """The Reply in an HTTP answer. If a body with status 200 has an error, its code is used."""
     usage = content = None
-    # A server may bill a failure on its side. An error of ours (4xx) is free, unless the reply
-    # reports billed tokens.
+    # A server may bill a request at which the server fails (5xx). A request that it refuses
+    # (4xx) is free, unless the answer reports billed tokens.
     is_free = 400 <= status < 500
     try:
         body = json.loads(text)
@@ -404,7 +415,7 @@ def _read_answer(status, text, question):
         pass                                             # then there is no content
     reason = one_line(f"HTTP {status}: {text}")
     if status < 400 and content is None:
-        is_free = re.match(r"\s*<", text)                # a page of HTML is not the model's
+        is_free = re.match(r"\s*<", text)                # a model writes no page of HTML
         status = 404
     if status >= 400:
         return Reply("", reason, usage or (NO_TOKENS if is_free else None), status)
@@ -418,9 +429,9 @@ def _read_answer(status, text, question):
 def _read_usage(report, question):
     """The number of billed tokens that a server reports; None without a valid report.
 
-    A server may report the tokens of a model's reasoning in the total alone, and no prompt
-    tokens for a cached prompt. Without prompt tokens, the largest number that the prompt can
-    have is counted.
+    Some servers count the tokens of a model's reasoning only in the total, so the total is
+    used, too. Some report no prompt tokens if the prompt was cached. Then the size of the
+    question is counted, an upper bound.
     """
     try:
         prompt, completion, total = counts = [
@@ -430,7 +441,7 @@ def _read_usage(report, question):
         return None
     if min(counts) < 0 or not 0 < sum(counts) < 1e9:
         return None
-    if 0 < prompt * 20 < question.size:          # in no language a token has 20 bytes
+    if 0 < prompt * 20 < question.size:          # tokens have far fewer bytes on average
         warnings.warn("the server reads less than a token per 20 bytes of a prompt: its "
                       "context is too small, and it cuts prompts off")
     return {"prompt_tokens": prompt or question.size,
@@ -443,7 +454,7 @@ def _read_usage(report, question):
 class Function:
     """A function (row, response) of the user, which answers in place of a server, for free.
 
-    name: module:function. Raises InputError where it cannot be imported or is no function.
+    name: module:function. Raises InputError if it cannot be imported or is no function.
     """
     name: str
 
@@ -454,10 +465,11 @@ class Function:
         return f"--annotator_function {self.name}"
 
     def __call__(self, question):
-        """The Reply to a question: the text, or the dict or dataclass as JSON, that it returns.
+        """Call the function; its text, or its dict or dataclass as JSON, is the Reply.
 
-        Raises InputError where it raises. `ask` ends the run where the object cannot be read,
-        or has a list that no key of the form names: an object of a program is no bad luck.
+        Raises InputError if the function raises. If a dict or dataclass is unusable, or has a
+        list under a key that the form lacks, then `ask` ends the run: the function would
+        return the same object again.
         """
         try:
             value = self.function(question.context["row"], question.context["response"])
@@ -473,7 +485,7 @@ class Function:
 
     @property
     def source(self):
-        """Its `source_hashes`: a function that was edited is another one."""
+        """Its `source_hashes`: after an edit of the function, old replies are not used."""
         return source_hashes(self.name, self.function)
 
 

@@ -1,12 +1,14 @@
-"""Rows, tasks and their prompts: the parts of the pipeline that need no model.
+"""Rows, tasks and their prompts. This part of the pipeline needs no model.
 
     rows = read_rows("slf5k.jsonl", get_task("slf5k").needs)
     prompt = get_task("slf5k").policy_prompt(rows[0])                # x
 
-To add a task, define a `Task` in a module and pass it as `--task my_task:HEADLINES`.
+To add a task, define a `Task`, such as HEADLINES in my_task.py. Then pass
+`--task my_task:HEADLINES`.
 
 Paper: Appendix B for the annotator's prompt, §4.1 for the data sets, §3.4 for the input of
-R_φ. What prompts add to the texts of a data set is worded by us. Nothing here imports torch.
+R_φ. The words that prompts add to the texts of a data set are ours. This file does not import
+torch.
 """
 
 import gzip
@@ -38,17 +40,20 @@ except ImportError:                                      # Windows
 
 
 class InputError(ValueError):
-    """An input cannot be used. The message is one line with the file, the row and a remedy."""
+    """An input cannot be used. The message says what is wrong, and often what to do."""
 
 
 # ── Tasks: how a row becomes a prompt
 
 @dataclass(frozen=True)
 class Task:
-    """A data set: its prompts, fields and annotator texts; the first two have no default."""
+    """A data set: its prompts, fields and texts for the annotator.
+
+    Only `name` and `policy_prompt` have no default.
+    """
     name: str
     policy_prompt: Callable[[dict], str | list[dict]]        # row → x, a text or chat messages
-    # Fields that each row needs. A tuple among them holds alternatives, one of which is needed.
+    # Fields that each row needs. Of the names in a tuple, a row needs at least one.
     needs: tuple[str | tuple[str, ...], ...] = ()
     responses: Callable[[dict], list[dict]] = lambda row: []    # responses stored in a row
     # For the annotator: its role, its criteria and the number of spans to quote.
@@ -61,12 +66,12 @@ class Task:
     example: dict = field(default_factory=dict)
     # Flags of settings.py that have another default for this task.
     settings: dict = field(default_factory=dict)
-    # Metrics from ground truth: name → (row, response) → number. No critic sees them.
+    # Metrics from ground truth: name → function (row, response) → number. No reward uses them.
     truth: dict[str, Callable[[dict, str], float]] = field(default_factory=dict)
-    # In phase 3, a good quote that occurs several times is good only at its first place. The
-    # others are poor, so that the policy does not repeat what was praised.
+    # In phase 3, a good quote may occur at more places than it was quoted. Its first places are
+    # good. Its further places are poor, so that the policy does not repeat what was praised.
     repeats_are_poor: bool = False
-    # row → program that tests its response; its output is stored in the row as `outcome`.
+    # row → program that tests its response. The row then gets the result as `outcome`.
     tests: Callable[[dict], str] | None = None
     # (split, n, seed) → rows, for a task that generates them; splits: "train" and "eval".
     rows: Callable[[str, int, int], list[dict]] | None = None
@@ -95,7 +100,7 @@ def _slf5k_prompt(row: dict) -> str:
         return row["summary_prompt"].strip()
     title = "Title: " + row["title"] + "\n\n" if row.get("title") else ""
     return ("Summarise this Reddit post in one or two sentences, in the third person.\n\n"
-            + title + "Post: " + row["post"])               # + refuses what is not a text
+            + title + "Post: " + row["post"])               # + raises TypeError without a text
 
 
 def _ultrafeedback_responses(row: dict) -> list[dict]:
@@ -161,7 +166,7 @@ TASKS = {
 
 
 def _feedback_prompt(row: dict) -> str:
-    """x of a row of feedback.jsonl. Raises TypeError where a field has anything but text."""
+    """x of a row of feedback.jsonl. Raises TypeError if a field has anything but text."""
     "".join(row["good_spans"] + row["poor_spans"] + [row["critique"], row["prompt"]])
     return row["prompt"]
 
@@ -198,7 +203,7 @@ def prompt_text(prompt: str | list[dict]) -> str:
 
 
 REFERENCES = "reference", "ideal_human_summary", "solution", "4o_solution"
-# Optional field of an example → the fields of a row that may hold it; the first text counts.
+# Optional field of an example → the fields of a row that may hold it. The first text is taken.
 OPTIONAL = {"critique": ("critique", "feedback"), "outcome": ("outcome",),
             "reference": REFERENCES}
 
@@ -225,8 +230,8 @@ def examples(task: Task, rows: Iterable[dict]) -> Iterator[dict]:
 def read_rows(path, needs=(), task: Task | None = None) -> list[dict]:
     """The rows of a file, checked to fit the task.
 
-    needs: see `Task.needs`; a field that is None or "" is missing. Raises InputError with file,
-    line and field.
+    needs: see `Task.needs`. A field that is None or "" counts as missing. Raises InputError,
+    with the file and, if known, the line, if the rows cannot be used.
     """
     path = Path(path)
     place = str(path)
@@ -244,7 +249,7 @@ def read_rows(path, needs=(), task: Task | None = None) -> list[dict]:
                 if line.strip():
                     rows.append((place, json.loads(line)))
         for place, row in rows:
-            json.dumps(row, ensure_ascii=False).encode()             # no half surrogate pairs
+            json.dumps(row, ensure_ascii=False).encode()       # refuses half surrogate pairs
     except FileNotFoundError as error:
         raise InputError(f"{path} is missing; check the path") from error
     except (OSError, ValueError, EOFError, RecursionError, zlib.error) as error:
@@ -267,10 +272,10 @@ def read_rows(path, needs=(), task: Task | None = None) -> list[dict]:
 
 
 def load_rows(task: Task, config) -> tuple[list[dict], list[dict]]:
-    """(training rows, held-out rows) (§4.1). No held-out prompt is trained on or annotated.
+    """(training rows, held-out rows) (§4.1). --data is split so that they share no prompt.
 
-    config: a settings.Config. The seed shuffles the rows of --data. Raises InputError where a
-    row does not fit the task.
+    config: a settings.Config. The seed shuffles the rows of --data. Without --data, the task
+    makes both parts. Raises InputError if a row does not fit the task, or if no rows are given.
     """
     if config.data:
         rows = read_rows(config.data, task=task)
@@ -304,10 +309,11 @@ def split_rows(rows: list[dict], held_out: int, seed: int, prompt_of
 
 @contextmanager
 def atomic_file(path):
-    """Yield a temporary path, which becomes `path` after the block, once it is on disk.
+    """Yield a temporary path. After the block, its file is flushed to disk and becomes `path`.
 
-    If the block raises, `path` stays as it was. A symbolic link stays, and the file that it
-    names is written. Raises InputError where the path is no regular file, such as /dev/null.
+    If the block raises, `path` stays as it was. If `path` is a symbolic link, the link stays,
+    and the file that it names is replaced. Raises InputError if the path exists and is no
+    regular file, such as /dev/null.
     """
     path = Path(path).resolve()
     if path.exists() and not path.is_file():
@@ -319,7 +325,7 @@ def atomic_file(path):
         with open(temporary, "r+b") as file:     # Windows refuses fsync of a read-only file
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError as error:              # without a file name where the disk is full
+    except OSError as error:              # it has no file name if the disk is full
         error.filename = error.filename or str(path)
         raise
     finally:
@@ -327,7 +333,7 @@ def atomic_file(path):
 
 
 def write_rows(path, rows: Iterable[dict]):
-    """Write JSON lines atomically: where `rows` raises, the file stays as it was."""
+    """Write JSON lines atomically: if `rows` raises, the file stays as it was."""
     with atomic_file(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
@@ -341,15 +347,16 @@ def append_row(path, row: dict):
 
 
 def iterate_log(path: Path, check=bool) -> Iterator[dict]:
-    """Yield the rows of a file that `append_row` writes, without lines that are no such rows.
+    """Yield the valid rows of a file of JSON lines, such as `append_row` writes.
 
-    A line is skipped, and named, where a crash cut it off, where it is no JSON object, or where
+    A line is skipped with a message if a crash cut it off, if it is no JSON object, or if
     check(row) raises ValueError, TypeError or LookupError.
     """
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                # [:-1] makes a line without its newline invalid: it was cut off.
+                # [:-1] removes the newline. A line without one was cut off: it loses its last
+                # character, so that it is no JSON object.
                 row = json.loads(line[:-1])
                 if not isinstance(row, dict):
                     raise TypeError("no JSON object")
@@ -361,7 +368,7 @@ def iterate_log(path: Path, check=bool) -> Iterator[dict]:
 
 
 def read_log(path: Path, check=bool) -> list[dict]:
-    """The rows of a file, see `iterate_log`; [] without a file."""
+    """The rows of a file, see `iterate_log`; [] if the file does not exist."""
     return list(iterate_log(path, check)) if path.exists() else []
 
 
@@ -377,12 +384,12 @@ def checksum(*paths: Path, state=None) -> str:
 def lock(file, place: Path):
     """Lock an open file until it is closed, so that `place` has one writer.
 
-    Raises InputError where another process has the lock.
+    place: the path that the message names. Raises InputError if another process has the lock.
     """
     try:
         if fcntl:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        else:                        # lock a byte behind the end: no one else can read it
+        else:               # far behind the end, as others cannot read a locked byte
             file.seek(1 << 30)
             msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
     except (BlockingIOError, PermissionError) as error:
@@ -398,9 +405,9 @@ def chunks(rows, size: int) -> list:
 # ── Scripts
 
 def load_object(flag_name: str, name: str, expected_type=object, choices=()):
-    """The choice with this name, or the object "module:NAME" of a flag.
+    """The object that a flag names: an entry of `choices`, or the object NAME of "module:NAME".
 
-    Raises InputError where it is missing or of another type.
+    Raises InputError if it is missing or has another type.
     """
     if name in choices:
         return choices[name]
@@ -421,7 +428,8 @@ def load_object(flag_name: str, name: str, expected_type=object, choices=()):
     return value
 
 
-# The scripts of this project. An edited one is a new commit, and no edit of a user's function.
+# The scripts of this project. They are no part of a user's function, even if the function
+# imports them: config.json records their version as `commit`.
 SCRIPTS = {Path(__file__).with_name(f"{name}.py") for name in (
     "annotate ask data eval model policy report reward_model runtime sample sampling settings "
     "text2grad tiny").split()}
@@ -447,7 +455,10 @@ def error_text(error: BaseException) -> str:
 
 @cache
 def imported_files(path: str) -> list[str]:
-    """A Python file, and the files in its directory that it imports, also through others."""
+    """A Python file, and the files in its directory that it imports, but not SCRIPTS.
+
+    Imports of imported files count, too.
+    """
     finder = ModuleFinder([os.path.dirname(path)])
     finder.run_script(path)
     files = {module.__file__ for module in finder.modules.values() if module.__file__}
@@ -457,8 +468,8 @@ def imported_files(path: str) -> list[str]:
 def source_hashes(name: str, function: Callable) -> dict[str, str]:
     """{file: `checksum`} of the source of the function "module:NAME".
 
-    The first file is the module's. The others are those that it imports from its directory. A
-    notebook has no file; there the source of the function counts.
+    The first file is that of the module. The others are its `imported_files`. A module without
+    a file, such as a notebook, has one entry: the checksum of the function's own source.
     """
     path = getattr(sys.modules.get(name.partition(":")[0]), "__file__", None)
     if not path:
@@ -478,7 +489,7 @@ def next_command(script: str, **flags) -> str:
 
 
 def git(*words: str) -> str:
-    """The output of a git command on this project; "" without git, or without its history."""
+    """The output of a git command on this project; "" without git or without a repository."""
     with suppress(OSError):                              # there is no git
         return subprocess.run(["git", *words], cwd=Path(__file__).parent, text=True,
                               capture_output=True).stdout.strip()
@@ -486,10 +497,10 @@ def git(*words: str) -> str:
 
 
 def run_script(main: Callable, program: str, *errors: type[Exception]):
-    """Run `main` without tracebacks: report InputError, `errors`, and errors of the system.
+    """Run `main`; report the errors that a user can mend in one line, without a traceback.
 
-    The report is one line on stderr. Errors of the system are OSError and a lack of memory.
-    The output is UTF-8, because old locales have no φ and no lines of tables.
+    These are InputError, `errors`, OSError, a lack of memory, and Ctrl-C. The line goes to
+    stderr. The output is UTF-8, because old locales lack φ and the lines of tables.
     """
     sys.stdout.reconfigure(encoding="utf-8")
     try:

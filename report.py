@@ -35,7 +35,7 @@ _PLAIN = {1: "[+{}+]", -1: "[-{}-]"}
 def split_text(text: str, offsets) -> list[str]:
     """Split a text into its tokens by their character offsets.
 
-    A character that belongs to two tokens goes to the first of them.
+    A character that belongs to several tokens goes to the first of them.
     """
     pieces = []
     last_end = 0
@@ -46,15 +46,18 @@ def split_text(text: str, offsets) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """The text without control characters, which could move the cursor of a terminal."""
+    """The text without control characters, except tab and newline.
+
+    Others could move the cursor of a terminal.
+    """
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text)
 
 
 def colour_tokens(tokens: list[str], delta: list[float], colour: bool | None = None) -> str:
-    """The response with good tokens in green and poor tokens in red (Figure 1).
+    """The response with good tokens in green and poor tokens in red, or in brackets (Figure 1).
 
-    Adjacent tokens of the same sign are marked together. colour: whether to use ANSI colours;
-    None uses them only on a terminal.
+    Adjacent tokens of the same sign are marked together. colour: True for ANSI colours, False
+    for brackets; None chooses colours on a terminal if NO_COLOR is not set.
     """
     if colour is None:
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
@@ -74,7 +77,10 @@ def _cell(value, digits: int) -> str:
 
 
 def table(header: list[str], rows: list[list], digits: int = 3) -> str:
-    """A text table with right-aligned numbers of `digits` decimals. None becomes a dash."""
+    """A text table. Only the first column is left-aligned. Floats get `digits` decimals.
+
+    None becomes a dash.
+    """
     cells = [[_cell(value, digits) for value in row] for row in [header, *rows]]
     first, *widths = [max(map(len, column)) for column in zip(*cells)]
     lines = ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], widths)])
@@ -83,7 +89,7 @@ def table(header: list[str], rows: list[list], digits: int = 3) -> str:
     return "\n".join(map(str.rstrip, lines))
 
 
-# ── Pages, which take the browser's light or dark colours
+# ── HTML pages, light or dark as the browser is set
 
 _STYLE = """
 :root { color-scheme: light dark; font: 16px/1.6 system-ui; }
@@ -119,7 +125,7 @@ default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'non
 
 
 def write_page(path, text: str):
-    """Write a page atomically, in UTF-8. A lone surrogate becomes a reference: &#55296;."""
+    """Write a page atomically, in UTF-8. Half a surrogate pair becomes, e.g., &#55296;."""
     with atomic_file(path) as temporary:
         temporary.write_text(text, "utf-8", "xmlcharrefreplace")
 
@@ -150,15 +156,16 @@ def card(heading: str, prompt: str, columns: dict[str, str]) -> str:
 
 # ── Tokens and quotes in colour
 
-# Colours for good, poor and other series. Colour-blind readers can tell them apart, both on
-# white and on black.
+# Colours of good tokens, poor tokens and the curves. They are chosen so that colour-blind
+# readers can tell them apart, both on white and on black.
 _COLOURS = ("#009e73", "#d55e00", "#2f7fd1", "#8a63d2", "#b0902a", "#c2549d")
 
 
 def heatmap(tokens: list[str], values: list[float], limit: float = 1) -> str:
-    """Tokens as HTML, coloured by δ_t or A_t: green above 0, vermillion below 0.
+    """Tokens as HTML, coloured by δ_t or A_t: green above 0, orange-red below 0.
 
-    limit: magnitude that gets the full colour. ↵ shows a newline, ▯ a token without text.
+    limit: values of this magnitude or more get the full colour. ↵ shows a newline, ▯ a token
+    without text.
     """
     html = ""
     for token, value in zip(tokens, values, strict=True):
@@ -181,14 +188,16 @@ LEGEND = heatmap(["good", " poor", " no colour: 0; ▯: a token without text"], 
 def svg_line(title: str, x: list[int], series: dict[str, list], unit: str = "iteration") -> str:
     """A line chart of named series as SVG. unit: label of the x axis.
 
-    The y axis goes from the lowest to the highest value. The margin has room for −0.00012, but
-    not for −0.000121. A line goes on over values that are None, NaN or infinite.
+    The y axis goes from the lowest value to the highest, or a little further. Labels must not
+    be longer than −0.00012, because the margin has no more room. Values that are None, NaN or
+    infinite are left out; the line connects their neighbours.
     """
     lines = {name: [(i, v) for i, v in zip(x, values) if v is not None and math.isfinite(v)]
              for name, values in series.items()}
     values = [v for points in lines.values() for _, v in points] or [0.0]
     low = min(values)
-    # At least 1 % of the value, so that the rounding errors of a constant are not magnified.
+    # The axis covers at least 1 % of the lowest value. Otherwise the curve of a constant would
+    # show magnified rounding errors.
     height = max(max(values) - low, abs(low) / 100) or 1.0
     width = x[-1] - x[0] or 1
     columns = len(lines) if len(lines) < 4 else 2                # of the legend
@@ -251,10 +260,10 @@ NOTES = {
     "seconds_rollout": "steady", "seconds_critique": "steady",
     "seconds_score": "steady", "seconds_update": "steady",
 }
-# The limits that NOTES names; that of kl depends on the run.
+# The limits that NOTES names as "healthy". That of kl, 3 kl_target, depends on the run.
 LIMITS = {"truncated": 0.5, "unparseable": 0.05, "unmatched": 0.05, "ambiguous": 0.05,
           "conflicting": 0.05, "policy_kl": 0.05, "clip_fraction": 0.2, "skipped_steps": 0}
-# What to do about critiques that are unparseable or unmatched, by --critic
+# --critic → what to do about many unparseable critiques or unmatched quotes
 CRITIC_REMEDIES = {"reward_model": "raise --reward_learning_rate or --reward_epochs",
                    "annotator": "the annotator must quote the response word for word"}
 
@@ -280,9 +289,10 @@ def above_limits(rows: list[dict], critic: str) -> list[str]:
 # ── What is measured: R_φ on held-out rows (§4.2, Table 1)
 
 def count_tokens(truth: list[float], predicted: list[float]) -> Counter:
-    """Count the marked, predicted and correctly predicted tokens of a response (Table 1).
+    """Count good and poor tokens of a response, for precision and recall (Table 1).
 
-    truth: δ of the annotator, [T]. predicted: δ' of R_φ, [T]. Only their signs are compared, so
+    truth: δ of the annotator, [T]; a token with δ ≠ 0 is "marked". predicted: δ' of R_φ, [T];
+    a "hit" is a marked token for which R_φ predicts the same sign. Only signs are compared, so
     that graded values such as .75 count as well.
     """
     counts = Counter(tokens=len(truth))
@@ -307,10 +317,10 @@ def token_figures(counts: Counter) -> dict[str, float | None]:
 
 
 def reward_model_summary(metrics: dict) -> str:
-    """One line with the precision and recall of the tokens that R_φ marks, and a warning.
+    """One line with the precision and recall of R_φ, and a warning if R_φ is weak.
 
-    R_φ is weak if it finds less than a fifth of the poor tokens, or if random marks would be as
-    precise.
+    R_φ is weak if it finds less than a fifth of the poor tokens, or if its poor tokens are not
+    more precise than random ones.
     """
     if not metrics["held_out_rows"]:
         return "trained, but not evaluated: too few rows to hold any out"
@@ -327,7 +337,10 @@ def reward_model_summary(metrics: dict) -> str:
 # ── What is measured: the responses of a batch, a policy.Rollouts
 
 def review_metrics(review, is_truncated: bool) -> dict[str, float]:
-    """The metrics of one response that its annotate.Review gives; shares are of its tokens."""
+    """The metrics of one response that follow from its annotate.Review.
+
+    "good", "poor" and "conflicting" are shares of the tokens of the response.
+    """
     delta = review.delta
     tokens = max(1, len(delta))
     return {"delta": sum(delta) / tokens, "good": sum(d > 0 for d in delta) / tokens,
@@ -348,7 +361,7 @@ def response_metrics(rollouts) -> list[dict[str, float]]:
 
 
 def mean_metrics(metrics: list[dict], reviews: list) -> dict[str, float]:
-    """The means of `response_metrics`, and the shares of quotes whose place is unknown."""
+    """The means of `response_metrics`, and the shares of unmatched and ambiguous quotes."""
     means = {name: fmean(row[name] for row in metrics) for name in metrics[0]}
     quotes = max(1, sum(review.quotes for review in reviews))
     return means | {"unmatched": sum(review.unmatched for review in reviews) / quotes,
@@ -369,7 +382,7 @@ def batch_metrics(rollouts) -> dict[str, float]:
 
 
 def review_sample(prompt: str, text: str, offsets, review) -> dict:
-    """A response and its annotate.Review for people: each token with its δ_t."""
+    """A response and its annotate.Review for people to read: each token with its δ_t."""
     return {"prompt": prompt, "response": text, "critique": review.critique,
             "unreadable": review.reason, "tokens": split_text(text, offsets),
             "delta": review.delta, "fates": review.fates}
@@ -413,9 +426,9 @@ def load_tracker():
 
 
 def log_iteration(metrics: dict, rollouts, config, out: Path) -> str:
-    """Write an iteration's metrics and one sample; the metrics also go to --wandb.
+    """Write an iteration's metrics and one sample; with --wandb, log the metrics there, too.
 
-    Returns a line for the terminal: the sample in colour in every tenth iteration, else "".
+    Returns a line for the terminal: in every tenth iteration the sample in colour, else "".
     """
     iteration = metrics["iteration"]
     sample = sample_row(rollouts, (iteration - 1) % len(rollouts.rows))
@@ -435,7 +448,7 @@ def log_iteration(metrics: dict, rollouts, config, out: Path) -> str:
 
 MOST_UNREADABLE = 0.5                     # share of critiques; phase 3 does not start above it
 MOST_EQUAL = 0.98                         # share of tokens with the same δ; a warning above it
-# The fate of quotes that give no reward → what to do
+# What is wrong with quotes, called their fate → what to do
 REMEDIES = {
     "unmatched": "copy each quote from the response, character by character",
     "inside a word": "begin and end each quote with whole words",
@@ -447,11 +460,11 @@ REMEDIES = {
 
 
 def describe_critiques(samples: list[dict], critic: str, shown: int, means=None) -> str:
-    """Some responses in colour (Figure 2), and what can be learned from all critiques.
+    """Some responses in colour (Figure 2), and the lines of `check_critiques`.
 
     samples: see `review_sample`. critic: the flag --critic, which says who wrote the critiques.
-    shown: number of responses. means: of all metrics, to warn about. Raises InputError, as
-    `check_critiques` does.
+    shown: number of responses in colour. means: {metric: mean}; a metric above its limit gives
+    a warning. Raises InputError, as `check_critiques` does.
     """
     text = ""
     for sample in samples[:shown]:
@@ -465,10 +478,11 @@ def describe_critiques(samples: list[dict], critic: str, shown: int, means=None)
 
 
 def check_critiques(samples: list[dict], critic: str) -> str:
-    """Lines with the δ and the fates of the quotes of some responses, see `review_sample`.
+    """Lines with the shares of good and poor tokens, and the number of quotes for each fate.
 
+    The fate of a quote is "found", or what is wrong with it. samples: see `review_sample`.
     critic: the flag --critic, which says who wrote the critiques. Raises InputError if nothing
-    can be learned from them: most are unreadable, or δ is the same for every token.
+    can be learned: most critiques are unreadable, or δ is the same for every token.
     """
     has_reward_model = critic == "reward_model"
     unreadable = [sample["unreadable"] for sample in samples if sample["unreadable"]]
@@ -498,7 +512,7 @@ def check_critiques(samples: list[dict], critic: str) -> str:
                      f"but slowly")
     if share < 1:
         return "\n".join(lines)
-    # All tokens have the same δ. The most frequent fate other than "found" says why.
+    # All tokens have the same δ. If it is 0, the most frequent fate except "found" says why.
     found = quotes_by_fate.pop("found", [])
     fate = "around all words" if value else "around no whole word"
     if quotes_by_fate and not value:
@@ -547,8 +561,9 @@ def curves(rows: list[dict]) -> str:  # Figure 3
 def before_and_after(after: list[dict], before: list[dict], settings: list[dict]):
     """Header and lines of the table of held-out means, for `table` and `html_table`.
 
-    The rows are those of _RESULT. ± is the 95 % interval of the mean change from one response
-    to the other one to the same prompt: 1.96 standard errors.
+    The arguments are the rows of the files in _RESULT. The change of a prompt is the score of
+    the response after training minus the score of the response before. ± is 1.96 standard
+    errors of the mean change, which gives its 95 % interval.
     """
     lines = []
     for name in before[0]["scores"]:
@@ -562,13 +577,14 @@ def before_and_after(after: list[dict], before: list[dict], settings: list[dict]
             "before", "after", "change, 95 % interval"], lines
 
 
-FEW_TOKENS = 100                          # poor tokens; a recall of fewer says little
+FEW_TOKENS = 100                # poor tokens; of fewer tokens, the recall says little
 
 
 def compare_with_annotator(result: dict) -> str:
     """Lines on how well R_φ finds what the annotator marks, before and after training.
 
-    result: the row of result.json. "" if the annotator is no function, so asking has a price.
+    result: the row of result.json. "" if they were not compared: R_φ is not the critic, or the
+    annotator is a server, where each request has a price.
     """
     if "poor_tokens" not in result["before"]:
         return ""
@@ -589,10 +605,10 @@ def _pairs(rows: list[dict]) -> str:
     return text_block("\n".join(lines))
 
 
-# Raises an error for a row that has no numbers, so that `read_log` leaves the row out.
+# The function raises an error if a row lacks one of these numbers, so `read_log` skips it.
 _CHECKS = {"metrics.jsonl": lambda row: fmean(map(row.get, ("iteration", *LIMITS, "kl")))}
 _RESULT = "after_samples.jsonl", "before_samples.jsonl", "config.json"
-# (title, function from the rows of each file to HTML, names of the files)
+# (title, function, names of files). The function maps the rows of each file to HTML.
 _SECTIONS = [
     ("Before and after", lambda *rows: html_table(*before_and_after(*rows), 3), *_RESULT),
     ("Metrics above their limits", lambda rows, settings: text_block(
@@ -632,7 +648,7 @@ def run_report(directory) -> Path:
 def print_result(out: Path, hint: str):
     """Print the means before and after training, warnings, and what to do next.
 
-    hint: flag that a run with other settings needs, or "".
+    hint: the flag with which a run with other settings reuses this R_φ, or "".
     """
     results = [read_rows(out / name) for name in _RESULT]
     print(table(*before_and_after(*results)))

@@ -3,11 +3,12 @@
     device = start_ranks()                       # torchrun starts one process, a rank, per GPU
     rows = gather_rows([work(row) for row in rank_share(rows)])
     for step in checkpointed(100, optimizer, {}, Path("run"), "fit"):
-        …                                        # after a kill, it continues with the next step
+        …                                        # a new run continues from the last checkpoint
 
-Under torchrun each process is one rank, with its own GPU. Without torchrun, the only process is
-rank 0 of 1. Files are written completely or not at all, and loading one never runs code from
-it. Each phase of Algorithm 1 runs once per run directory.
+Under torchrun each process is one rank, with its own GPU if there are GPUs. Without torchrun,
+the only process is rank 0 of 1. Files are written completely or not at all, except logs, to
+which lines are appended. Loading a file does not run code from it. A phase of Algorithm 1 that
+is finished is not run again in the same run directory.
 
 The paper does not describe any of this.
 """
@@ -48,27 +49,27 @@ def find_device() -> torch.device:
 
 
 def start_ranks() -> torch.device:
-    """Join the other ranks, if any, and return this rank's device."""
+    """Join the group of all ranks, if there are several, and return this rank's device."""
     device = find_device()
     backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"               # gather_rows uses the first of them
+        backend = "cpu:gloo,cuda:nccl"               # gather_rows uses gloo, all_sum nccl
     if WORLD_SIZE > 1:
         dist.init_process_group(backend, timeout=TIMEOUT)
     return device
 
 
 def stop_ranks():
-    """Leave the other ranks, if any."""
+    """Leave the group of all ranks, if there are several."""
     run_collective(dist.destroy_process_group)
 
 
 def run_collective(collective, *args, **options):
     """Run a collective operation of torch.distributed; with one rank, do nothing.
 
-    Raises InputError where another rank has ended or is late. On CUDA only `gather_rows` raises
-    it, because NCCL ends a process that waits too long.
+    Raises InputError if another rank has ended or is late. With NCCL (`all_sum` on CUDA), a
+    process that waits too long is ended instead.
     """
     try:
         return collective(*args, **options) if WORLD_SIZE > 1 else None
@@ -84,7 +85,10 @@ def rank_share(rows):
 
 
 def gather_rows(share: list) -> list:
-    """The lists of all ranks as one list, in the order of the rows before `rank_share`."""
+    """Gather the lists of all ranks into one list, which each rank gets.
+
+    It has the order that the rows had before `rank_share`.
+    """
     shares = [share] * WORLD_SIZE
     run_collective(dist.all_gather_object, shares, share)
     rows = [None] * sum(map(len, shares))
@@ -105,11 +109,12 @@ def all_sum(x: Tensor) -> Tensor:
 
 
 def token_groups(index, lengths: list[int], limit: int) -> list[list[int]]:
-    """Micro-batches, as lists of row numbers: each is one forward pass of all ranks together.
+    """Split rows into micro-batches, or groups, which are lists of row numbers.
 
-    Each rank takes its `rank_share` of a group. index: numbers of the rows, which are sorted by
-    their length. lengths[i]: tokens of row i. With padding, the share of a rank has at most
-    `limit` tokens, or one row. All ranks have equally many passes, as FSDP needs.
+    For each group, each rank runs one forward pass on its `rank_share` of the group. index:
+    numbers of the rows. lengths[i]: tokens of row i. Rows of similar length share a group. With
+    padding, the share of a rank has at most `limit` tokens, or it is a single row. All ranks
+    have equally many passes, as FSDP needs.
     """
     groups = []
     order = sorted(index, key=lengths.__getitem__)
@@ -123,16 +128,17 @@ def token_groups(index, lengths: list[int], limit: int) -> list[list[int]]:
 
 
 def check_ranks(state):
-    """Raise InputError where the ranks differ in `state`: settings, rows, hashes or paths."""
+    """Raise InputError if the ranks differ in `state`: settings, rows, hashes or paths."""
     if len(set(gather_rows([checksum(state=state)]))) > 1:
         raise InputError("the ranks have different settings, rows, models or checkpoints; give "
                          "all nodes the same files and flags, and one output directory")
 
 
 def check_batches(config):
-    """Raise InputError where the ranks cannot share each batch equally.
+    """Raise InputError if the ranks cannot share each batch equally.
 
-    config: a settings.PolicyConfig.
+    A batch must also hold all --responses_per_prompt rollouts of each of its prompts. config: a
+    settings.PolicyConfig.
     """
     unit = math.lcm(WORLD_SIZE, config.responses_per_prompt)
     if config.batch_size % unit or config.minibatch_size % WORLD_SIZE:
@@ -159,8 +165,8 @@ def _digest(tensors: dict[str, Tensor], text: str) -> str:
 def save_tensors(path, tensors: dict[str, Tensor], state: dict):
     """Write tensors of any shape and a JSON state to one safetensors file, atomically.
 
-    The state and the sha256 of all are one metadata entry: safetensors orders two at random, so
-    that equal runs would write different files.
+    The state and the sha256 are in one metadata entry. Of several entries, safetensors would
+    choose a random order, so that equal runs would write different files.
     """
     copies = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
     text = json.dumps(state)
@@ -171,12 +177,12 @@ def save_tensors(path, tensors: dict[str, Tensor], state: dict):
 def load_tensors(path) -> tuple[dict[str, Tensor], dict]:
     """A safetensors file as (tensors of any shape, state).
 
-    The state is {} in a file of another program. Raises InputError where the file is missing,
-    or where a single bit of a file of `save_tensors` has changed.
+    The state is {} if another program wrote the file. Raises InputError if the file is missing
+    or cannot be read, or if `save_tensors` wrote it and even a single bit has changed.
     """
     try:
         with safe_open(path, "pt") as file:
-            # Copies: Windows neither deletes nor replaces a file that is mapped.
+            # Tensors are copied: Windows cannot replace a file while it is mapped to memory.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
             metadata = file.metadata() or {}
         digest, _, text = metadata.get("state", "").partition(" ")
@@ -210,7 +216,8 @@ def optimizer_tensors(optimizer) -> dict[str, Tensor]:
 def resume(run: Path, optimizer, state: dict):
     """Restore parameters, moments and state from the newest undamaged checkpoint, if any.
 
-    A checkpoint with another `made_of` belongs to other rows or settings. It is not used.
+    `made_of` is a checksum of the training pairs; phase 3 has none. A checkpoint with another
+    `made_of` was made of other pairs, so it is not used.
     """
     for path in reversed(checkpoints(run)):
         try:
@@ -238,13 +245,13 @@ def resume(run: Path, optimizer, state: dict):
 
 
 def checkpointed(count: int, optimizer, state: dict, run: Path | None, name: str, every=1):
-    """Yield the steps that are left, with a progress bar, and save a checkpoint after each.
+    """Yield the steps that are left, with a progress bar, and save checkpoints between them.
 
-    The checkpoint holds the optimizer's parameters, their moments, and `state`, a dict that the
-    caller fills. It is read from the newest checkpoint in `run` before the first step. Log rows
-    after that checkpoint are removed. The two newest checkpoints are kept. every: steps between
-    two checkpoints. run: None for no checkpoints. The bar shows state["shown"], a dict of
-    numbers.
+    A checkpoint holds the optimizer's parameters, their moments, and `state`, a dict that the
+    caller fills. Before the first step, all three are read from the newest usable checkpoint in
+    `run`. Rows of later steps are removed from the logs. The two newest checkpoints are kept.
+    every: steps between two checkpoints; there is one after the last step, too. run: None for
+    no checkpoints. The bar shows state["shown"], a dict of numbers.
     """
     if run:
         resume(run, optimizer, state)
@@ -273,14 +280,16 @@ def checkpointed(count: int, optimizer, state: dict, run: Path | None, name: str
 
 # ── A run directory: its settings and its phases
 
-# Settings that may always change. Weights and texts do not depend on them, except for dropout
-# masks, which phase 2 draws for each forward pass.
+# Settings that may always change. They are not meant to change weights or texts. Some still can
+# do so, for example by rounding, by the dropout masks, which phase 2 draws for each forward
+# pass, or by the responses that --skip_failed leaves out.
 CHANGEABLE = set("""
     output_dir base_url price_in price_out max_usd concurrency timeout skip_failed preview
     micro_batch_tokens decode_batch_size activation_checkpointing shard wandb
     allow_code_execution torch transformers""".split())
-# Settings that may change until phase 3 has a checkpoint. Those of R_φ, which begin with
-# "reward_", may change until phase 2 has one. All others bind once phase 1 has responses.
+# Settings that may change until phase 3 has a checkpoint. The others that begin with "reward_"
+# are those of R_φ, and may change until phase 2 has a checkpoint. All settings in neither set
+# must stay the same as soon as phase 1 has responses.
 POLICY_SETTINGS = set("""
     reward_model critic iterations epochs learning_rate value_rate_factor batch_size
     minibatch_size responses_per_prompt kl_coef kl_target kl_horizon gamma lam ppo_epochs
@@ -292,7 +301,7 @@ VERSION = 5                                          # of the files in a run dir
 def lock_directory(directory: Path):
     """Create a directory and lock it, so that it has one writer; the lock file is returned.
 
-    The lock lasts until that file is closed. Raises InputError where another process has it.
+    The lock lasts until that file is closed. Raises InputError if another process has it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     file = open(directory / ".lock", "a")
@@ -302,12 +311,12 @@ def lock_directory(directory: Path):
 
 
 def save_settings(config, directory: Path, **names):
-    """Write config.json. Raises InputError where existing results have other settings.
+    """Write config.json. Raises InputError if existing results were made with other settings.
 
-    names: further entries, such as the hashes of the files of the annotator's source. The entry
-    `binds` is a hash of what may not change in phase 3. Each checkpoint holds it, so that a run
-    can continue after config.json is lost, at the same commit. While config.json exists,
-    another commit of this project only gives a warning.
+    names: further entries, such as the hashes of the source files of --annotator_function. The
+    entry `binds` is a hash of all settings outside of CHANGEABLE. Each checkpoint of phase 3
+    holds it. So if config.json is lost, the run can continue with equal settings at the same
+    commit. While config.json exists, another commit of this project only gives a warning.
     """
     def exists(*patterns) -> bool:
         return any(list(directory.glob(pattern)) for pattern in patterns)
@@ -363,10 +372,10 @@ def reward_model_hint(directory: Path) -> str:
 
 
 def run_phase(name: str, result: str, directory: Path, phase, only_rank0=False):
-    """Run a phase, unless the file `result` exists in the directory: it is written last.
+    """Run a phase, unless the directory has the file `result`, which the phase writes last.
 
-    phase() does the work and returns a summary. only_rank0: rank 0 alone runs it, and the other
-    ranks wait for up to a day.
+    phase() does the work and returns a summary. only_rank0: rank 0 alone runs the phase, and
+    the other ranks wait for up to a day.
     """
     if from_rank0((directory / result).exists()):
         print_rank0(f"{name}: reused {directory / result}")
@@ -393,7 +402,7 @@ class Timer(dict):
         self.start = time.time()
 
     def lap(self, name: str):
-        """Store the seconds since the last lap under a name."""
+        """Store the seconds since the last lap, or since the start, as "seconds_NAME"."""
         end = time.time()
         self[f"seconds_{name}"] = end - self.start
         self.start = end

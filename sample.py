@@ -5,10 +5,10 @@
            --reward_model runs/slf5k/reward/adapter
     python sample.py --adapter runs/slf5k/policy --merge merged
 
-The greedy answers of the base and of the policy follow each other. With --reward_model, R_φ's
-critique of each answer follows; good tokens are green, poor tokens red. The prompt is x, the
-whole text that `Task.policy_prompt` returns. Without --prompt, type or paste it, then press
-Ctrl-D; it may have several lines.
+The script prints the greedy answer of the base, and then that of the policy. With
+--reward_model, R_φ's critique follows each answer; good tokens are green, poor tokens red. The
+prompt is x, the whole text that `Task.policy_prompt` returns. Without --prompt, type or paste
+the prompt, then press Ctrl-D. It may have several lines.
 
 --merge writes the merged weights in float32, the tokenizer with its chat template, and greedy
 decoding as the default. The pipeline of transformers then answers as this script does:
@@ -16,10 +16,10 @@ decoding as the default. The pipeline of transformers then answers as this scrip
     answer = pipeline("text-generation", "merged")
     answer([{"role": "user", "content": x}])[0]["generated_text"][-1]["content"]
 
-Pass chat messages, as here: the pipeline does not apply the template to a plain text. A base
-without a chat template, such as toy/base, gets the project's own, PLAIN_TEMPLATE of model.py,
-from which `encode_prompt` makes the prompts of all phases. vLLM reads the same directory, but
-this is untested.
+Pass chat messages, as here: the pipeline does not apply the template to a plain text. If the
+base has no chat template, such as toy/base, PLAIN_TEMPLATE of model.py is written.
+`encode_prompt` uses the same template for such a base in all phases. vLLM should be able to
+read the directory, but this is untested.
 
 Paper: Figure 4 shows such answers, each with its critique.
 """
@@ -54,7 +54,7 @@ class SampleConfig:
 
 
 def write_merged(model, tokenizer, directory):
-    """Write a checkpoint with W + (alpha / r) B A, [out, in], in place of each W.
+    """Write a checkpoint with W + (alpha / r) B A, [out, in], in place of each adapted W.
 
     Raises FileExistsError if the directory exists.
     """

@@ -1,12 +1,14 @@
-"""Every flag in one place: its name, its default, its help, and the presets of the release.
+"""The flags of a run: their names, defaults and help, and the presets of the release.
 
     config = parse_flags(Config, __doc__)                       # from the command line
     config = parse_flags(Config, argv=["--task", "toy"])        # in a notebook
 
-A flag has the same name in all scripts. Its default suits a task of your own. --task changes
-defaults: RELEASE holds those of the paper's three tasks, and `Task.settings` those of any other
-task, such as toy.TASK. A preset is parsed as if its flags had been typed before yours.
-A None is derived from the number of rows and the size of the model, see `derive_settings`.
+annotate.py, reward_model.py and text2grad.py share these flags. Other scripts, such as eval.py,
+add their own. A default suits a task of your own. --task changes defaults: RELEASE holds those
+of the paper's three tasks, and `Task.settings` those of any other task, such as toy.TASK. A
+preset is parsed as if its flags had been typed before yours, so your flags have priority. If
+the number of iterations or a learning rate is None, `derive_settings` computes it from the
+number of rows or the size of the model.
 
 Paper: Appendix D, Tables 9 and 10. "Release" is the code that the authors published.
 """
@@ -71,7 +73,7 @@ class AnnotatorConfig(ServerConfig):
 
     @property
     def annotator(self) -> str:
-        """The name of the annotator, a field of each row and a part of the journal's keys."""
+        """The annotator's name: a field of annotated rows, and a part of the journal's keys."""
         mode = "" if self.mode == "cot" else f" ({self.mode})"
         return self.annotator_function or self.annotator_model + mode
 
@@ -145,7 +147,7 @@ class PolicyConfig(BaseConfig):
 
     @property
     def reference(self) -> str | None:
-        """The adapter of π_ref: the frozen SFT adapter, or None for the bare base."""
+        """The name of π_ref's adapter, a frozen SFT adapter; None: π_ref is the base alone."""
         return "reference" if self.adapter else None
 
 
@@ -168,7 +170,7 @@ class Config(PolicyConfig, RewardConfig, AnnotatorConfig):
 # ── Presets
 
 # The release's values for UltraFeedback (Tables 9 and 10; R_φ's batch is ours, see PAPER.md).
-# The other tasks have the same, unless they replace them below.
+# SLF5K and KodCode have the same values, except for those that RELEASE replaces.
 _COMMON = dict(
     reward_epochs=3, reward_batch_size=8, reward_learning_rate=1e-5, reward_weight_decay=3e-7,
     reward_lora_dropout=0.1, reward_lora_targets="q_proj,v_proj",
@@ -176,7 +178,7 @@ _COMMON = dict(
     value_rate_factor=1, value_clip=0.2, temperature=0.6, max_new_tokens=512,
     max_critique_tokens=768, kl_coef=0.05, kl_target=3.0, kl_horizon=10_000,
     lora_targets="q_proj,v_proj")
-# max_prompt_tokens: the longest prompts of the released R_φ, which also had to fit y.
+# max_prompt_tokens: what the release allows for x and y in R_φ's input, less max_new_tokens.
 RELEASE = {
     "slf5k": _COMMON | dict(
         reward_lora_dropout=0.05, reward_max_tokens=1400, annotated_rows=5000,
@@ -191,16 +193,18 @@ RELEASE = {
 
 
 def preset(task_name: str) -> dict:
-    """The settings that --task changes."""
+    """{flag: value} of the defaults that --task changes."""
     return RELEASE.get(task_name) or get_task(task_name).settings
 
 
 def derive_settings(config, count: int, model):
     """A copy of the config with numbers for the iterations and learning rates that are None.
 
-    count: number of the policy's training rows. A learning rate falls with the cube root of the
-    model's size; 1.3e-3 and 5e-3 suit a model of up to a million parameters. Above a billion
-    parameters, where no run of ours chose a rate, it is the release's for Llama-3.1-8B.
+    count: number of the policy's training rows. The derived number of iterations is from 16 to
+    6000. A derived learning rate is 1.3e-3 for the policy and 5e-3 for R_φ. If the model has n
+    million frozen parameters and n is above 1, the rate is divided by the cube root of n. Above
+    a billion, where we have not tuned the rates, they are those of the release for
+    Llama-3.1-8B.
     """
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     scale = max(1.0, frozen / 1e6) ** (1 / 3)
@@ -217,10 +221,10 @@ def derive_settings(config, count: int, model):
 # ── The parser
 
 class _Parser(argparse.ArgumentParser):
-    source = ""                                          # where the flags stand: the prefix
+    source = ""                             # first words of a message: where the flags are from
 
     def error(self, message):
-        """Raise InputError: a wrong flag is reported in one line, with similar flags."""
+        """Raise InputError: a wrong flag is reported in one line, with similar flags if any."""
         flags = self._option_string_actions
         similar = [flag for word in re.findall(r"--[\w-]+", message) if word not in flags
                    for flag in get_close_matches(word, flags)]
@@ -229,7 +233,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _read_value(text: str, kind: type, is_optional: bool, limits: tuple[float, float]):
-    """The value of a flag, of one kind and in its limits; "none" is None where it may be."""
+    """The value of a flag, checked for type and limits; "none" gives None if it is optional."""
     least, most = limits
     if is_optional and text.lower() == "none":
         return None
@@ -244,8 +248,9 @@ def _read_value(text: str, kind: type, is_optional: bool, limits: tuple[float, f
 def parse_flags(config_class, description: str = "", argv=None, preset=preset):
     """Read a config from argv, by default from the command line.
 
-    preset(task): the settings that --task changes. In --help, the flags of each class are one
-    group. Raises InputError for a flag, or a setting of the task, that is wrong.
+    description: its first line heads the --help text, where the flags of each class are one
+    group. preset(task): the defaults that --task changes. Raises InputError if a flag or a
+    setting of the task is wrong.
     """
     parser = _Parser(description=description.split("\n")[0], allow_abbrev=False,
                      usage="%(prog)s [--flag value ...]", add_help=False,
