@@ -259,7 +259,8 @@ def ask(questions, journal, model, read, concurrency=8):
                 journal.append(running[result][0], result.get())
             yield result, *running.pop(result)
 
-    # A process can end while threads of a ThreadPool still wait for the server.
+    # Threads of a ThreadPool do not keep the process alive: a second Ctrl-C ends it at once,
+    # even if some still wait for the server.
     with ThreadPool(concurrency) as pool, tqdm(todo, "ask", delay=1) as bar:
         try:
             while waiting or running:

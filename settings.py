@@ -248,8 +248,9 @@ def _read_value(text: str, kind: type, is_optional: bool, limits: tuple[float, f
 def parse_flags(config_class, description: str = "", argv=None, preset=preset):
     """Read a config from argv, by default from the command line.
 
-    description: its first line heads the --help text, where the flags of each class are one
-    group. preset(task): the defaults that --task changes. Raises InputError if a flag or a
+    description: its first line is the title of the --help text. There, the flags of
+    config_class and of each parent class form a group. preset(task): the defaults that --task
+    changes. Raises InputError if a flag or a
     setting of the task is wrong.
     """
     parser = _Parser(description=description.split("\n")[0], allow_abbrev=False,

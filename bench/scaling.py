@@ -52,7 +52,10 @@ def memory(name: str, config, ranks: int) -> list[float]:
 
 
 def seconds(config, rows: int) -> tuple[float, float]:
-    """Seconds of decoding (y and z), and of scores and updates. rows: number on each GPU."""
+    """Seconds of an iteration: (decoding of y and z; log-probs and updates).
+
+    rows: number of rollouts on each GPU.
+    """
     y_end = config.max_prompt_tokens + config.max_new_tokens
 
     def decode(P: int, T: int) -> float:            # T tokens after prompts of P tokens

@@ -366,8 +366,8 @@ def study_table(name: str, records: dict) -> str:
 def critiques_figure(name: str, runs: dict[str, list[dict]]) -> str:
     """The mean right facts of each arm by the number of judged responses, as SVG.
 
-    A vertical stroke is the interval over seeds. runs: see `complete_runs`; the study is one of
-    those that `critiques` returns.
+    A vertical stroke is the interval over seeds. name: critiques_20 or critiques_80. runs: its
+    runs, see `complete_runs`.
     """
     curves = defaultdict(list)
     for arm, arm_runs in runs.items():

@@ -198,8 +198,8 @@ def reference_scores(texts: list[str], references: list[str],
                      encoder: str | None = None) -> dict[str, list]:  # Table 2
     """ROUGE, BLEU and, with an encoder, BERTScore: measure → its value for each text.
 
-    For BLEU, the value is `bleu_counts`. It is None for a text without reference. If no text
-    has one, the result is {}.
+    For BLEU, the value is `bleu_counts`. All values are None for a text without reference. If
+    no text has one, the result is {}.
     """
     if not any(references):
         return {}

@@ -163,7 +163,9 @@ def extent(tree: ast.AST, line: int, is_alone: bool) -> range:
 
 
 def excerpt(place: str, name: str, shown: dict) -> str:
-    """The HTML of `module.name`: lines tagged with this place are marked, long code is cut.
+    """The HTML of the code of `module.name`; long code is cut.
+
+    place: an equation or algorithm line of the paper; lines whose comment names it are marked.
 
     shown: {name: place} of the code that the page already has as a whole. A later excerpt of
     this code has only the marked lines, and a link to that place.
