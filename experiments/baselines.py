@@ -137,9 +137,10 @@ def encode_texts(tokenizer, texts) -> list[tuple]:
 def preferences(model, tokenizer, rows, config: Config, out: Path) -> list[tuple]:
     """Preference pairs (x, y_w, y_l) as texts, from two responses to each row.
 
-    Only --annotated_rows / 2 rows are used, with two responses each, so the number of annotated
-    responses is that of the other methods. y_w is the response with the larger sum of labels.
-    Ties are left out.
+    The first --annotated_rows / 2 rows get two responses each, so as many responses are
+    annotated as for the other methods, if there are enough rows. A row with a stored response
+    has it twice, which is a tie. y_w is the response with the larger sum of labels. Ties are
+    left out.
     """
     half = rows[: config.annotated_rows // 2]
     doubled = [row for row in half for _ in range(2)]

@@ -163,7 +163,7 @@ def extent(tree: ast.AST, line: int, is_alone: bool) -> range:
 
 
 def excerpt(place: str, name: str, shown: dict) -> str:
-    """The HTML of the code of `module.name`; long code is cut.
+    """The HTML of the code of `module.name`; long code with marked lines is cut.
 
     place: an equation or algorithm line of the paper; lines whose comment names it are marked.
 
