@@ -237,7 +237,7 @@ def test_scalar_rewards_stand_at_the_last_token(toy_model, monkeypatch):
     ("late dpo", "exclude each other; .* stand alone"),
     ("reflection", "reflection needs --reward_model"),
     ("dpo --annotator_function none:x", "import"),
-    ("ppo grpo", "compares responses to one prompt: set --responses_per_prompt"),
+    ("ppo grpo", "compares responses to a prompt: set --responses_per_prompt"),
     ("grpo --responses_per_prompt 3", "^--batch_size must be a multiple of 3$")])
 def test_names_or_flags_that_cannot_be_are_refused(flags, message, tmp_path):
     flags = [*flags.split(), "--output_dir", tmp_path] if flags else []
