@@ -200,6 +200,8 @@ def draft_rows(split: str, n: int, seed: int) -> list[dict]:
 
 DRAFTS = replace(toy.TASK, name="toy_drafts", rows=draft_rows)
 # Posts with summaries of about 80 tokens, and critiques of about 240. With a prompt of 105
-# tokens and R_φ's instruction, they just fit the base's context of 512.
+# tokens and R_φ's instruction, they just fit the base's context of 512. The KL target is for a
+# whole response, so it is four times that of the toy task, too.
 LONG = replace(toy.TASK, name="toy_long", rows=partial(toy.rows, length=4),
-               settings=toy.TASK.settings | {"max_new_tokens": 96, "max_critique_tokens": 296})
+               settings=toy.TASK.settings | {"max_new_tokens": 96, "max_critique_tokens": 296,
+                                             "kl_target": 8.0})
