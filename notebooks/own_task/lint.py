@@ -1,14 +1,12 @@
 """A task of your own: short Python functions. Its critic is a linter that exists already, ruff.
 
-    export PYTHONPATH=notebooks/own_task
-    python text2grad.py --task lint:LINT --preview 10
-    python text2grad.py --task lint:LINT
-    python -m measures.sandbox --task lint:LINT runs/lint/after_samples.jsonl   # right answers?
+The commands are in own_task.md.
 """
 
 import re
 import subprocess
 from functools import cache
+from itertools import permutations
 from random import Random
 
 from ruff import find_ruff_bin
@@ -60,9 +58,11 @@ def write_prompt(row: dict) -> list[dict]:
 
 
 def make_rows(split: str, n: int, seed: int) -> list[dict]:
-    """n prompts in random order. The id is a job with the name of a list."""
+    """n prompts in random order. The id is a job with the name of a list, or of two for many."""
     jobs = [job for i, job in enumerate(JOBS) if (i % 4 == 3) == (split == "eval")]
-    rows = [{"id": f"{job} {name}"} for job in jobs for name in NAMES.split()]
+    names = NAMES.split()
+    names += map("_".join, permutations(names, 2)) if n > 180 else []
+    rows = [{"id": f"{job} {name}"} for job in jobs for name in names]
     return Random(seed).sample(rows, min(n, len(rows)))
 
 
@@ -103,8 +103,9 @@ LINT = Task(
         "from solution import solve\nfor xs in [3, 1, -2, 8], [5, 4], [-7, 0, 2, 2, 9]:\n"
         f"    assert solve(xs[:]) == {JOBS[row['id'].rpartition(' ')[0]]}"),
     settings={"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "critic": "annotator",
-              "annotator_function": "lint:critic", "max_new_tokens": 120, "iterations": 8,
-              "learning_rate": 3e-4, "value_rate_factor": 30, "lam": 0.7},
+              "annotator_function": "lint:critic", "annotated_rows": 180,
+              "max_new_tokens": 120, "iterations": 8, "learning_rate": 3e-4,
+              "value_rate_factor": 30, "lam": 0.7},
     truth={"clean": lambda _, y: bool(FORM.fullmatch(y.strip()) and not lint(code_of(y))),
            "messages": lambda _, y: len(lint(code_of(y))),
            "parses": lambda _, y: "invalid-syntax" not in str(lint(code_of(y)))})
