@@ -109,11 +109,14 @@ def test_what_phase_3_learns_from_is_shown_and_unreadable_critiques_stop_it(
 
 
 def test_a_preview_shows_critiques_and_trains_nothing(tmp_path, capsys, monkeypatch):
-    """It shows the first held-out responses, without an R_φ by the annotator. A critic that
-    cannot teach is named there as in phase 3, where nothing is trained, either."""
+    """It shows the first held-out responses and the ends of their prompts, without an R_φ by
+    the annotator. A critic that cannot teach is named as in phase 3, and nothing is trained."""
     flags = [*SMALL, "--output_dir", tmp_path]
+    long = replace(toy.TASK, policy_prompt=lambda row: f"{'post ' * 99}{row['id']}?")
+    monkeypatch.setattr(toy, "TASK", long)
     run_main(*flags, "--preview", 3)
     printed = capsys.readouterr().out
+    assert all(f"post {row['id']}?\n" in printed for row in toy.rows("eval", 3))
     assert printed.count("response: ") == 3 and "critiques of 3 responses, 0 unread" in printed
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         ".lock", "config.json", "feedback.jsonl.journal"]
