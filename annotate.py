@@ -319,8 +319,8 @@ def find_object(text, keys, response=""):
     start, end, value = objects[0]
     if value in [copy for *_, copy in _json_objects(response, keys)]:
         raise FeedbackError("the JSON object is a copy from the response")
-    # The reply in lower case, without white space, "_", "-" and "\". {} stands in the place of
-    # the object. This reply, for example, is cut off:
+    # `outside` is the reply in lower case, without white space, "_", "-" and "\", and with {}
+    # instead of the object. This reply, for example, is cut off:
     #     {"critique": "…", "spans": [{"good_spans": ["a"]}, {"poor_spans": ["b
     # Then `outside` is {"critique":"…","spans":[{},{"poorspans":["b
     names = "|".join(("reasoning", *CRITIQUE_KEYS, *keys))
@@ -371,7 +371,10 @@ def _json_objects(text, keys):
 
 
 def find_critique(value, prose):
-    """The critique in the object, or else the prose. Raises FeedbackError if it is no text."""
+    """The critique: a field of the object, or else the prose around the object.
+
+    Raises FeedbackError if this is empty, or is not a string.
+    """
     critique = next((value[key] for key in CRITIQUE_KEYS if key in value), prose)
     if not isinstance(critique, str) or not critique.strip():
         raise FeedbackError("the reply has no critique, or the critique is not a string")

@@ -209,7 +209,7 @@ OPTIONAL = {"critique": ("critique", "feedback"), "outcome": ("outcome",),
 
 
 def examples(task: Task, rows: Iterable[dict]) -> Iterator[dict]:
-    """{id, prompt, response, row, …} for every response of the rows.
+    """Yield an example {id, prompt, response, row, …} for each response of each row.
 
     Optional fields: outcome (of the tests), critique (by a person), reference (a good
     response). The rows must fit the task, see `Task.check`.
@@ -299,12 +299,11 @@ def split_rows(rows: list[dict], held_out: int, seed: int, prompt_of
     random.Random(seed).shuffle(prompts)
     count = min(held_out, max(1, len(prompts) // 10), len(prompts) - 1)
     held_out_prompts = set(prompts[:count])
-    training = []
-    evaluation = []
+    parts = [], []
     for row in rows:
-        part = evaluation if str(prompt_of(row)) in held_out_prompts else training
-        part.append(row)
-    return training, evaluation
+        is_held_out = str(prompt_of(row)) in held_out_prompts
+        parts[is_held_out].append(row)
+    return parts
 
 
 @contextmanager

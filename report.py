@@ -280,8 +280,7 @@ def above_limits(rows: list[dict], critic: str) -> list[str]:
         if values and not fmean(values) <= limit:                   # NaN is above, too
             note = NOTES[metric]
             if metric in ("unparseable", "unmatched"):
-                remedy = CRITIC_REMEDIES.get(critic, "mend the critic")
-                note += f", otherwise {remedy}"
+                note += f", otherwise {CRITIC_REMEDIES[critic]}"
             sentences.append(f"{metric} is {fmean(values):.3g}: {note}")
     return sentences
 

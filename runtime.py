@@ -165,8 +165,8 @@ def _digest(tensors: dict[str, Tensor], text: str) -> str:
 def save_tensors(path, tensors: dict[str, Tensor], state: dict):
     """Write tensors of any shape and a JSON state to one safetensors file, atomically.
 
-    The state and the sha256 are in one metadata entry. Of several entries, safetensors would
-    choose a random order, so that equal runs would write different files.
+    The state and the sha256 are in one metadata entry. safetensors writes several entries in
+    random order, and then equal runs would not write equal files.
     """
     copies = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
     text = json.dumps(state)

@@ -38,7 +38,7 @@ def tokens_inside(text: str, offsets, spans: list[Span]) -> list[list[int]]:
 # ── Designs: changes of the δ of any critic
 
 def replace_delta(critic, change):
-    """The given critic, but with δ = change(text, offsets, review)."""
+    """A critic like the given one, but δ of each review is change(text, offsets, review)."""
     def new_critic(rollouts, model, tokenizer, config):
         reviews = critic(rollouts, model, tokenizer, config)
         results = []

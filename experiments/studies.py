@@ -385,8 +385,8 @@ def curves_figure(name: str, runs: dict[str, list[dict]]) -> str:
     """
     curves = {arm: [*map(fmean, zip(*[run["curve"] for run in arm_runs]))]
               for arm, arm_runs in runs.items()}
-    iterations = range(max(map(len, curves.values())))
-    return svg_line(name, [i + 1 for i in iterations] or [0], curves)
+    count = max(map(len, curves.values()))
+    return svg_line(name, [*range(1, count + 1)] or [0], curves)
 
 
 # ── The command line

@@ -178,7 +178,7 @@ PAIRS = {"response": ("pair-v2", "answer"), "reply": ("feedback", "feedback")}
 
 def pairwise_questions(rows: list[dict], texts_a: list[str], texts_b: list[str],
                        config: JudgeConfig, field: str = "response") -> list[Question]:
-    """Two questions for each row {id, prompt}: one with text a first, one with text b first.
+    """Two questions for each row {id, prompt}, with its texts a and b in both orders.
 
     field: "response" compares responses (Figure 3); "reply" compares critiques of the row's
     response (the win rate in Table 1, Appendix E).

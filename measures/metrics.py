@@ -252,7 +252,7 @@ def answer_logprobs(model, pairs: list[tuple]) -> list[list[float]]:
 
 def perplexity_of(sums: np.ndarray) -> np.ndarray:
     """exp(Σ nats / Σ tokens): [..., 2] → [...]"""
-    return np.exp(sums[..., 0] / sums[..., 1])
+    return np.exp(ratio(sums))
 
 
 # ── From counts per row to a metric, its interval and a table

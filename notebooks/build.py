@@ -29,10 +29,6 @@ def execute_notebook(path: Path) -> nbformat.NotebookNode:
     900 seconds.
     """
     notebook = nbformat.read(path, as_version=4)
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.outputs = []
-            cell.execution_count = None
     client = NotebookClient(notebook, timeout=900, kernel_name="python3",
                             record_timing=False, coalesce_streams=True,
                             resources={"metadata": {"path": str(HERE)}})

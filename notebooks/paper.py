@@ -205,7 +205,7 @@ def anchor(text: str) -> str:
 
 
 def math(text: str) -> str:
-    """The HTML of a formula such as those in WORDS."""
+    """A formula as HTML, with its subscripts and superscripts. WORDS has examples."""
     html = escape(re.sub(r"([_^])(<?[^\W_]+|′)", r"\1{\2}", text))            # y_<t → y_{<t}
     for _ in range(2):                                   # a subscript may hold another
         html = re.sub(r"_\{([^{}]*)\}", r"<sub>\1</sub>", html)

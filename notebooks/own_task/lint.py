@@ -1,7 +1,4 @@
-"""A task of your own: short Python functions. Its critic is a linter that exists already, ruff.
-
-The commands are in own_task.md.
-"""
+"""A task of your own (own_task.md): Python functions, and a linter as the critic, ruff."""
 
 import re
 import subprocess
@@ -51,14 +48,14 @@ FORM = re.compile(r"```python\ndef .*\n((?:[ \t].*)?\n)*```")
 
 def write_prompt(row: dict) -> list[dict]:
     """The chat, with the question of a row at its end."""
-    types = sorted(TYPES, reverse=len(row["id"]) % 2 > 0)
+    types = sorted(TYPES, reverse=len(row["id"]) % 2)
     text = CHAT.format(*types, row["id"].split()[-1], row["id"])
     turns = [turn.split(": ", 1) for turn in re.split(r"\n(?=\w+: )", text)]
     return [{"role": role, "content": content} for role, content in turns]
 
 
 def make_rows(split: str, n: int, seed: int) -> list[dict]:
-    """n prompts in random order. The id is a job with the name of a list, or of two for many."""
+    """n prompts in random order. The id is a job with a name, or with two if n is above 180."""
     jobs = [job for i, job in enumerate(JOBS) if (i % 4 == 3) == (split == "eval")]
     names = NAMES.split()
     names += map("_".join, permutations(names, 2)) if n > 180 else []
