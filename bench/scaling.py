@@ -22,8 +22,8 @@ RUNS = [("slf5k", 5000, 1, 12), ("slf5k", 5000, 8, 96), ("kodcode", 10_000, 1, 6
         ("kodcode", 10_000, 8, 64), ("ultrafeedback", 61_135, 1, 64),
         ("ultrafeedback", 61_135, 8, 64)]
 # STEP and COLUMN are fitted to three measured times of README.md, without the time of the
-# prompts. There, a step takes 18.2 ms in the rollout, 23.8 ms in the critique, and 21.3 ms in
-# the decoding of 64 rows. The fit gives 19.1, 22.2 and 23.2 ms.
+# prompts: decoding one token takes 18.2 ms in the rollout and 23.8 ms in the critique, both for
+# 32 rows, and 21.3 ms for 64 rows. The fit gives 19.1, 22.2 and 23.2 ms.
 STEP = 15e-3                       # of decoding one token for each row
 COLUMN = 0.5e-6                    # more, for each row and column of the cache
 SCORE = 0.578 / (32 * 256)         # for each token of x and y: policy and reference

@@ -285,8 +285,8 @@ def keep_best(reviews: list[Review], share: float | None) -> list[int]:
     """The indices of the responses with the most good spans minus poor spans, best first.
 
     share: the part of all responses that is kept, at least one; ties keep their order. If it is
-    None, a response is kept if it has no poor span, and no response has more good spans. A
-    response without usable feedback is not kept.
+    None, a response is kept if it has no poor span, and as many good spans as any response has,
+    at least one. A response without usable feedback is not kept.
     """
     merits = {i: sum(span.label for span in review.spans)
               for i, review in enumerate(reviews) if not review.reason}

@@ -52,7 +52,7 @@ def _matches(prediction: list[str], reference: list[str], n: int) -> int:
 
 
 def _common_subsequence(a: list[str], b: list[str]) -> int:
-    """Length of the longest common subsequence, by dynamic programming over one row."""
+    """Length of the longest common subsequence, by dynamic programming with two rows."""
     row = [0] * (len(b) + 1)
     for word_a in a:
         above = row

@@ -115,7 +115,7 @@ def kl(batch) -> float:
 # ── The wrong versions
 
 def exact_kl(batch, beta, config):
-    """add_advantages with the exact KL_t, and not its estimate log π(y_t) − log π_ref(y_t)."""
+    """add_advantages with the exact KL at each token, not log π(y_t) − log π_ref(y_t)."""
     index = list(range(len(batch.rows)))
     exact = torch.zeros_like(batch.values)
     with torch.no_grad():
