@@ -450,7 +450,8 @@ def cases_generate():
     """One short prompt, then several; one prompt in each case has EOS.
 
     Token ids below 7 have probability 0, so a cumulative sum can equal u = 0. At the first τ
-    all other ids are equally likely. Rounding then leaves no cumulative sum above the largest u.
+    all other ids are equally likely. Rounding then leaves no cumulative sum above the largest
+    u.
     """
     rng = random.Random(3)
     model, _ = load_model(toy.BASE, device="cpu")
