@@ -479,10 +479,11 @@ class Function:
             raise InputError(f"{self}, row {question.id}: {error_text(error)}") from error
         if text is value:
             return Reply(text, None, NO_TOKENS)
-        fields = question.schema["properties"]
-        unknown = ", ".join(set(re.findall(r'"(\w+)": \[', text)) - fields.keys())
+        lists = set(re.findall(r'"(\w+)": \[', text))
+        unknown = ", ".join(lists - question.schema["properties"].keys())
         return Reply(text, unknown, NO_TOKENS, 0,
-                     f"{self} must return a Feedback, or a dict with the keys {[*fields]}")
+                     f"{self} must return a Feedback, or a dict with critique, good_spans, "
+                     f"poor_spans and no other list")
 
     @property
     def source(self):

@@ -418,7 +418,7 @@ def load_object(flag_name: str, name: str, expected_type=object, choices=()):
         module, _, attribute = name.partition(":")
         known = [*choices, *vars(sys.modules.get(module, pkgutil))]
         near = get_close_matches(attribute or name, known) or ["nothing"]
-        names = ", ".join(choices) or "a module in this directory or on PYTHONPATH"
+        names = ", ".join([*choices, "a module in this directory or on PYTHONPATH"])
         raise InputError(f"{flag_name} {name}: cannot import it ({error_text(error)}); "
                          f"similar: {near[0]}; use module:NAME, or one of: {names}") from error
     if not isinstance(value, expected_type):

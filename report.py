@@ -238,8 +238,8 @@ NOTES = {
           "--learning_rate or raise --kl_coef",
     "kl_coef": "β; rises while kl is above kl_target, falls while it is below",
     "response_tokens": "tokens per response; steady",
-    "truncated": "share of responses cut off at --max_new_tokens, after which V is 0; healthy "
-                 "under .5, otherwise raise --max_new_tokens",
+    "truncated": "share of responses cut off at --max_new_tokens; healthy under .5, otherwise "
+                 "raise --max_new_tokens",
     "explained_variance": "approaches 1; below 0 the value head is worse than a constant",
     "unparseable": "share of critiques that cannot be parsed; healthy under .05",
     "unmatched": "share of quotes that are not in the response; healthy under .05",
@@ -651,7 +651,7 @@ def print_result(out: Path, hint: str):
     """
     results = [read_rows(out / name) for name in _RESULT]
     print(table(*before_and_after(*results)))
-    print("± is 1.96 standard errors; rows with equal facts count as often as they occur\n"
+    print("± is 1.96 standard errors; equal rows count as often as they occur\n"
           + compare_with_annotator(read_rows(out / "result.json")[0]))
     metrics = read_log(out / "metrics.jsonl", _CHECKS["metrics.jsonl"])
     for text in above_limits(metrics, results[-1][0]["critic"]):

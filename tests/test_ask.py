@@ -703,7 +703,7 @@ def my_task(tmp_path, monkeypatch):
 
 
 MINE = {"annotator_function": "my_task:judge"}
-KEYS = ".*'textual_feedback', 'good_spans', 'poor_spans'"
+KEYS = ".*a dict with critique, good_spans, poor_spans and no other list"
 
 
 @pytest.mark.parametrize("body, message", [
