@@ -248,9 +248,10 @@ def test_the_task_of_the_linter_needs_ruff_and_tests_answers(monkeypatch):
         patch.delitem(sys.modules, "lint", raising=False)
         refused("ruff", get_task, "lint:LINT")
     task = get_task("lint:LINT")
-    training, held_out = ({row["id"] for row in task.rows(split, 999, 0)}
-                          for split in ("train", "eval"))
-    assert (len(training), len(held_out), training & held_out) == (180, 60, set())
+    training, many, held_out = ({row["id"] for row in task.rows(split, n, 0)} for split, n in (
+        ("train", 180), ("train", 800), ("eval", 64)))
+    assert [*map(len, (training, many, held_out))] == [180, 800, 60]
+    assert not held_out & (training | many) and not any("_" in row for row in training)
     tests = task.tests({"id": "the mean of ages"})
     for program, is_right in (("sum(xs) / len(xs)", True), ("sum(xs)", False)):
         result = run_python(f"def solve(xs):\n    return {program}", tests, unsafe=True)
