@@ -109,7 +109,7 @@ def parse_feedback(text: str, critique=None, response="") -> Feedback:
     strings.
     """
     # The critique is a field of the JSON object, or the prose before it. In z it is the prose.
-    value, prose = find_object(text, SPAN_KEYS, response)
+    value, prose = find_object(text, response)
     # Four lists, in the order of SPAN_KEYS. The last two are those of the code task: wrong code
     # and code that should be improved. The first list is good, and the other three are poor.
     lists = [[] if value.get(key) is None else value[key] for key in SPAN_KEYS]
@@ -302,7 +302,7 @@ def sort_quotes(text: str, feedback, grounding) -> dict[str, list[str]]:
 
 # ── Details of JSON and Unicode, for Alg. 2 l.13 and l.16–17: a first reader may skip this part
 
-def find_object(text, keys, response=""):
+def find_object(text, response):
     """Find the one JSON object that has any of the keys; return it and the prose before it.
 
     The object is a dict, with its keys in lower case and without punctuation. It may stand in
@@ -312,18 +312,18 @@ def find_object(text, keys, response=""):
     is broken or cut off. The missing part of such a reply may contradict the object.
     """
     answer = text.rpartition("</think>")[2]
-    objects = _json_objects(answer, keys)
+    objects = _json_objects(answer)
     if len(objects) != 1:
-        raise FeedbackError(f"{len(objects) or 'no'} JSON object(s) with {' or '.join(keys)}; "
-                            f"the reply must have one that is valid")
+        raise FeedbackError(f"{len(objects) or 'no'} JSON object(s) with "
+                            f"{' or '.join(SPAN_KEYS)}; the reply must have one that is valid")
     start, end, value = objects[0]
-    if value in [copy for *_, copy in _json_objects(response, keys)]:
+    if value in [copy for *_, copy in _json_objects(response)]:
         raise FeedbackError("the JSON object is a copy from the response")
     # `outside` is the reply in lower case, without white space, "_", "-" and "\", and with {}
     # instead of the object. This reply, for example, is cut off:
     #     {"critique": "…", "spans": [{"good_spans": ["a"]}, {"poor_spans": ["b
     # Then `outside` is {"critique":"…","spans":[{},{"poorspans":["b
-    names = "|".join(("reasoning", *CRITIQUE_KEYS, *keys))
+    names = "|".join(("reasoning", *CRITIQUE_KEYS, *SPAN_KEYS))
     outside = re.sub(r"[\s_\\-]", "", f"{answer[:start]}{{}}{answer[end:]}").lower()
     # Four signs of a broken reply: a key of the form, such as "poorspans": in the example; a
     # key whose value is the object, ":{} or ":[{}; an open <think> tag; and half of a surrogate
@@ -336,7 +336,7 @@ def find_object(text, keys, response=""):
     return value, answer[:start].strip().removesuffix("```json")
 
 
-def _json_objects(text, keys):
+def _json_objects(text):
     """[(start, end, object)] of the JSON objects that have any of the keys.
 
     An object may stand inside of another one; start and end are the place of the outermost one.
@@ -349,7 +349,7 @@ def _json_objects(text, keys):
             key = re.sub(r"[\W_]", "", name).lower()
             if value.setdefault(key, item) != item:
                 raise ValueError                           # the key has two values
-        if value.keys() & keys:
+        if value.keys() & SPAN_KEYS:
             found.append(value)
         return value
 
@@ -595,6 +595,7 @@ def annotate(config, data, output, dry_run=False):
         if not config.annotator_function:
             print(cost)
         rows = []                                                                    # l.5
+        samples = []
         failures = []
         for question, reply in zip(questions, ask_annotator(questions, journal, task, config)):
             if reply.reason:
@@ -602,6 +603,7 @@ def annotate(config, data, output, dry_run=False):
                 continue
             row = feedback_row(config.task, question.context, *reply.value,        # l.8–10
                                config.annotator)
+            samples.append(word_sample(row["response"], *reply.value))
             rows.append(row | {"usage": reply.usage,
                                "usd": journal.usd(reply.usage) or None})   # None: no known cost
     if failures and not (config.skip_failed and rows):
@@ -613,7 +615,7 @@ def annotate(config, data, output, dry_run=False):
             f"--skip_failed to leave them out")
     # If δ is the same for every word, nothing could be learned: this raises, and no row is
     # written.
-    check_feedback(rows)
+    print(describe_critiques(samples, "annotator", 3))
     write_rows(output, rows)
     return (f"{output}: {len(rows)} responses with feedback, {len(failures)} skipped; "
             f"${journal.spent:.4f} in all runs")
@@ -710,23 +712,16 @@ def feedback_row(task, example, feedback, grounding, annotator):
             "annotator": annotator}
 
 
-def check_feedback(rows):
-    """Print three responses in colour, and how many quotes were found or had a fault.
+def word_sample(response, feedback, grounding):
+    """The `review_sample` of a response, with words in place of tokens.
 
-    rows: annotated rows, see `feedback_row`. Raises InputError, as `check_critiques` does.
+    No tokenizer is known here. So each word counts as a token, and so does each sequence of
+    punctuation marks.
     """
-    samples = []
-    for row in rows:
-        feedback = Feedback(row["critique"], row["good_spans"], row["poor_spans"])
-        grounding = Grounding([Span(**span) for span in row["spans"]], row["unmatched"],
-                              row["ambiguous"])
-        # No tokenizer is known here. So each word counts as a token, and so does each sequence
-        # of punctuation marks.
-        pieces = re.finditer(r"\s*(\w+|[^\w\s]+)|\s+", row["response"])
-        offsets = [piece.span() for piece in pieces]
-        review = make_review(row["critique"], row["response"], offsets, feedback, grounding)
-        samples.append(review_sample("", row["response"], offsets, review))
-    print(describe_critiques(samples, "annotator", 3))
+    pieces = re.finditer(r"\s*(\w+|[^\w\s]+)|\s+", response)
+    offsets = [piece.span() for piece in pieces]
+    review = make_review(feedback.critique, response, offsets, feedback, grounding)
+    return review_sample("", response, offsets, review)
 
 
 def main():

@@ -206,6 +206,12 @@ REFERENCES = "reference", "ideal_human_summary", "solution", "4o_solution"
 # Optional field of an example → the fields of a row that may hold it. The first text is taken.
 OPTIONAL = {"critique": ("critique", "feedback"), "outcome": ("outcome",),
             "reference": REFERENCES}
+IDS = "id", "task_id", "question_id", "prompt_id"             # fields that may hold a row's id
+
+
+def row_id(row: dict, number: int) -> str:
+    """The id of a row: its first field out of IDS, or else its number."""
+    return str(next((row[name] for name in IDS if row.get(name) is not None), number))
 
 
 def examples(task: Task, rows: Iterable[dict]) -> Iterator[dict]:
@@ -215,12 +221,13 @@ def examples(task: Task, rows: Iterable[dict]) -> Iterator[dict]:
     response). The rows must fit the task, see `Task.check`.
     """
     for number, row in enumerate(rows, 1):
-        row_id = str(row.get("id") or row.get("prompt_id") or row.get("question_id") or number)
+        name = row_id(row, number)
         responses = task.all_responses(row)
-        texts = {key: row[name] for key, names in OPTIONAL.items() for name in reversed(names)
-                 if isinstance(row.get(name), str) and row[name].strip()}
+        texts = {key: row[field] for key, names in OPTIONAL.items()
+                 for field in reversed(names)
+                 if isinstance(row.get(field), str) and row[field].strip()}
         for k, response in enumerate(responses):
-            yield {"id": row_id if len(responses) == 1 else f"{row_id}/{k}",
+            yield {"id": name if len(responses) == 1 else f"{name}/{k}",
                    "prompt": prompt_text(task.policy_prompt(row)), **texts, **response,
                    "row": row}
 
@@ -345,7 +352,7 @@ def append_row(path, row: dict):
         os.fsync(file.fileno())
 
 
-def iterate_log(path: Path, check=bool) -> Iterator[dict]:
+def iterate_log(path: Path, check) -> Iterator[dict]:
     """Yield the valid rows of a file of JSON lines, such as `append_row` writes.
 
     A line is skipped with a message if a crash cut it off, if it is no JSON object, or if

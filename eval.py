@@ -48,21 +48,20 @@ import torch
 from safetensors import SafetensorError
 from tqdm import tqdm
 
-import report
 from ask import question_key
 from data import (InputError, append_row, checksum, chunks, critique_prompt, examples,
-                  get_task, read_rows, run_script, read_log, write_rows)
+                  get_task, read_rows, row_id, run_script, read_log, write_rows)
 from measures import benchmarks, judge as judges
-from measures.metrics import (bleu_of, cells, columns, perplexity, perplexity_of, ratio,
+from measures.metrics import (bleu_of, cells, perplexity, perplexity_of, ratio,
                               reference_scores, share, table_lines)
 from measures.spans import read_spans, response_tokens, score_critiques, tables_text
 from model import (ADAPTER_FILES, drop_long_rows, encode_prompt, eos_ids, find_model,
                    load_lora, load_model, use_lora)
-from policy import Rollouts, reward_model_critic
+from policy import Rollouts, answer_row, reward_model_critic
 from runtime import WORLD_SIZE, lock_directory
 from sampling import context_length, generate
 from settings import Config, flag, parse_flags
-from report import review_metrics
+from report import review_metrics, table
 
 PRESETS = {"toy": {"adapter": "runs/toy/policy"}, "alpaca_eval": {"max_new_tokens": 2048}}
 
@@ -106,17 +105,12 @@ class EvalConfig(judges.JudgeConfig):
 
 # ── The sides of the table: the base, the base with an adapter, or a file of answers
 
-NAMES = "id", "task_id", "question_id", "prompt_id"           # fields that may hold a row's id
 ANSWERS = "output", "solution", "response"      # fields with an answer; the last found is used
 
 
 def name_rows(rows: list[dict]) -> list[dict]:
-    """Add an `id` to each row: its first field out of NAMES, or else its index."""
-    named_rows = []
-    for number, row in enumerate(rows):
-        ids = [row[key] for key in NAMES if row.get(key) is not None]
-        named_rows.append(row | {"id": str([*ids, number][0])})
-    return named_rows
+    """Add the `row_id` to each row; the numbers begin at 0."""
+    return [row | {"id": row_id(row, number)} for number, row in enumerate(rows)]
 
 
 def column(rows: list[dict], name: str) -> list:
@@ -274,9 +268,7 @@ def policy(side: Side, rows: list[dict]) -> tuple:  # Table 2
     answers = side.answer([row | {"prompt": prompt} for row, prompt in zip(rows, prompts)])
     texts = column(answers, "response")
     counts = {name: [*map(truth, rows, texts)] for name, truth in task.truth.items()}
-    # A test outcome in a row belongs to another response, so it is removed.
-    pairs = [*examples(task, [row | {"response": text, "outcome": None}
-                              for row, text in zip(rows, texts)])]
+    pairs = [*examples(task, map(answer_row, rows, texts))]
     model, tokenizer = side.load()
     if config.reward_model:
         # As in training, EOS is the last token of a response.
@@ -338,7 +330,7 @@ def code(side: Side) -> tuple:  # Table 3
     results = benchmarks.execute(problems, column(rows, "solution"), os.cpu_count(),
                                  unsafe=config.unsafe_sandbox)
     return ([row | result for row, result in zip(rows, results)],
-            columns(benchmarks.code_scores(results)))
+            benchmarks.code_scores(results))
 
 
 def alpaca_eval(side: Side) -> tuple:  # Table 4
@@ -486,7 +478,7 @@ def main():
     lines = table_lines(counts, UNITS)
     result = {"config": asdict(config), "figures": lines, "counts": counts}
     write_rows(out / "result.json", [result])
-    print(report.table(*cells(lines)) if lines else "no metrics")
+    print(table(*cells(lines)) if lines else "no metrics")
     print(f"↑ higher is better, ↓ lower is better; in brackets: 95 % bootstrap intervals\n"
           f"{out}/ has result.json, with the counts of each row, and the rows of each side")
 

@@ -193,10 +193,6 @@ class Rollouts:
     truncated: list[bool] = None      # no EOS within max_new_tokens
     task: Task = None                 # makes the prompts from rows, and has the metrics
 
-    def sampled(self, index) -> Tensor:
-        """Whether each column of these rows holds a sampled token, [len(index), T]."""
-        return self.mask[index].bool()
-
     def groups(self, index, config: PolicyConfig) -> list[list[int]]:
         """Split some rows into micro-batches by the length of x and y, see `token_groups`."""
         lengths = (self.prompt_mask.sum(1) + self.mask.sum(1)).tolist()
@@ -276,8 +272,7 @@ def critique_by_annotator(rollouts: Rollouts, config) -> list[Review]:
     empty, or its reply cannot be used, its review has δ = 0 and says the reason.
     """
     task = rollouts.task
-    rows = [answer_row(row, y) | {"outcome": None}
-            for row, y in zip(rollouts.rows, rollouts.texts)]
+    rows = [*map(answer_row, rollouts.rows, rollouts.texts)]
     rows = with_outcomes(rows, task, config)
     questions = [annotation_question(example, task, config) for example in examples(task, rows)
                  if example["response"].strip()]
@@ -346,7 +341,7 @@ def add_scores(rollouts: Rollouts, model, value_head, config: PolicyConfig):
         logprobs_ref = token_logprobs(hidden_ref, weight, targets, config.temperature)
         values = value_head(hidden)
         # From N sampled tokens back to rows of T: the padding stays 0.
-        sampled = rollouts.sampled(index)
+        sampled = rollouts.mask[index].bool()
         part = torch.zeros(4, *sampled.shape, device=model.device)
         part[:, sampled] = torch.stack([logprobs, entropy, logprobs_ref, values])
         scores[:, index] = part
@@ -359,7 +354,7 @@ def forward(model, rollouts: Rollouts, index, adapter: str | None) -> tuple[Tens
 
     index: the row numbers, a list.
     """
-    sampled = rollouts.sampled(index)
+    sampled = rollouts.mask[index].bool()
     response_ids = rollouts.response_ids[index]
     with use_lora(model, adapter):
         hidden = response_hidden(model, rollouts.prompt_ids[index], rollouts.prompt_mask[index],
@@ -468,7 +463,7 @@ def minibatch_loss(rollouts: Rollouts, index, model, value_head, config: PolicyC
     """
     hidden, targets = forward(model, rollouts, index, "policy")
     weight = head_weight(model)
-    sampled = rollouts.sampled(index)                              # picks N of [rows, T] tokens
+    sampled = rollouts.mask[index].bool()                          # picks N of [rows, T] tokens
     logprobs_old = rollouts.logprobs_old[index][sampled]
     advantages = rollouts.advantages[index][sampled]
     values_old = rollouts.values[index][sampled]
@@ -510,10 +505,9 @@ def train(model, tokenizer, rows, config: PolicyConfig, out: Path, critic=reward
     """Algorithm 4: the adapter "policy" learns from the critic's reviews of its rollouts.
 
     critic(rollouts, model, tokenizer, config) → a Review of each row of this rank's share.
-    advantages(rollouts, beta, config) fills rewards, advantages and returns, and may return
-    further metrics. Each iteration writes metrics, a sample and a checkpoint to `out`. An
-    interrupted run continues from the newest checkpoint. At the end, policy/ and
-    value_head.safetensors are written.
+    advantages(rollouts, beta, config) fills rewards, advantages and returns. Each iteration
+    writes metrics, a sample and a checkpoint to `out`. An interrupted run continues from the
+    newest checkpoint. At the end, policy/ and value_head.safetensors are written.
     """
     value_head = ValueHead(model.config.hidden_size, model.device)       # l.5; Alg. 1 l.17
     groups = [{"params": lora_parameters(model, "policy")}, {"params": value_head.parameters()}]
@@ -535,13 +529,13 @@ def train(model, tokenizer, rows, config: PolicyConfig, out: Path, critic=reward
             add_feedback(batch, critic(batch, model, tokenizer, config))            # l.12–13
             timer.lap("critique")
             add_scores(batch, model, value_head, config)                                # l.7
-            extra_metrics = advantages(batch, state["beta"], config) or {}         # l.14–17
+            advantages(batch, state["beta"], config)                               # l.14–17
             timer.lap("score")
         stats = ppo_update(batch, model, value_head, optimizer, config, rng)        # l.19–32
         timer.lap("update")
         metrics = {"iteration": iteration + 1, "kl_coef": state["beta"],
                    "kl_target": config.kl_target}
-        metrics |= batch_metrics(batch) | extra_metrics | stats | timer
+        metrics |= batch_metrics(batch) | stats | timer
         if RANK == 0:
             print_rank0(log_iteration(metrics, batch, config, out))
         state["shown"] = {name: round(metrics[name], 3) for name in ("delta", "kl")}

@@ -85,14 +85,12 @@ def z_loss(model, pairs: list[tuple]) -> torch.Tensor:
     """
     x_ids, z_ids = zip(*pairs)                              # x_ids: of the instruction, x and y
     prompts, prompt_mask, z, z_mask = pad_batch(x_ids, z_ids, model.device)       # [B, P], …
-    # Most z are shorter than the longest one, and the rest of their row is padding. To leave
-    # the padding out, the batch is made flat, and only its tokens of z get a log-prob.
-    indices = z_mask.flatten().nonzero().squeeze(1)         # tokens of z in the flat batch, [N]
-    hidden = response_hidden(model, prompts, prompt_mask, z, z_mask)                # [B, T, H]
-    hidden = hidden.flatten(0, 1)[indices]                                             # [N, H]
+    # Most z are shorter than the longest one, and the rest of their row is padding, which the
+    # mask leaves out.
+    is_token = z_mask.bool()                                                           # [B, T]
+    hidden = response_hidden(model, prompts, prompt_mask, z, z_mask)[is_token]         # [N, H]
     assert len(hidden) == sum(map(len, z_ids)), "Alg. 3 l.5: one p_φ(z_j | ·) per token of z"
-    targets = z.flatten()[indices]                                                        # [N]
-    return -token_logprobs(hidden, head_weight(model), targets).sum()                 # l.5–6
+    return -token_logprobs(hidden, head_weight(model), z[is_token]).sum()             # l.5–6
 
 
 def fit_adapter(model, pairs: list[tuple], name: str, config: RewardConfig,

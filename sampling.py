@@ -379,12 +379,12 @@ def generate(model, prompt_ids: list[list[int]], max_new_tokens: int, temperatur
     is_cuda = model.device.type == "cuda"
     bucket = 64 if is_cuda else 1                        # keeps the number of shapes small
     answers = []
-    for part in tqdm(chunks(range(len(prompt_ids)), batch_size), "generate", delay=2,
-                     leave=False, disable=os.environ.get("RANK", "0") != "0"):
-        part_prompts = [prompt_ids[i] for i in part]
+    parts = [*zip(chunks(prompt_ids, batch_size), uniforms.split(batch_size))]
+    for part_prompts, part_uniforms in tqdm(parts, "generate", delay=2, leave=False,
+                                            disable=os.environ.get("RANK", "0") != "0"):
         prompts, attention, *_ = pad_batch(part_prompts, [], model.device, bucket)
         columns = round_up(prompts.shape[1] + max_new_tokens, bucket)
-        part_uniforms = uniforms[part.start : part.stop].to(model.device)
+        part_uniforms = part_uniforms.to(model.device)
         decoder = Decoder(model, temperature, prompts, attention, part_uniforms, columns)
         decoder.prefill(prompts, attention)
         can_graph = cuda_graph and is_cuda and can_capture(model)

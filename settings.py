@@ -16,7 +16,7 @@ Paper: Appendix D, Tables 9 and 10. "Release" is the code that the authors publi
 import argparse
 import re
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
 from typing import get_args
@@ -269,7 +269,7 @@ def parse_flags(config_class, description: str = "", argv=None, preset=preset):
             group.add_argument(f"--{name}", default=setting.default,
                                help=setting.metadata["help"] + " [%(default)s]", **options)
     task = vars(parser.parse_known_args(argv)[0]).get("task")
-    other_flags = {f.name for f in fields(Config)} - {f.name for f in fields(config_class)}
+    other_flags = Config.__dataclass_fields__.keys() - config_class.__dataclass_fields__.keys()
     words = []
     for name, value in (preset(task) if task else {}).items():
         if name not in other_flags and value is not False:

@@ -103,7 +103,7 @@ def write_responses(model, tokenizer, rows: list[dict], config: Config, out: Pat
 
 
 def train_and_evaluate(model, tokenizer, rows, held_out, config: Config, out: Path,
-                       critic=reward_model_critic, advantages=add_advantages) -> str:
+                       critic, advantages=add_advantages) -> str:
     """Phase 3 (Alg. 1 l.16–19), with an evaluation before and after → policy/, result.json."""
     before, samples = evaluate_reference(model, tokenizer, held_out, config, critic)
     if RANK == 0:
@@ -128,7 +128,7 @@ def evaluate_reference(model, tokenizer, rows, config: Config, critic):
     return before, samples
 
 
-def evaluate(model, tokenizer, rows, config: Config, adapter, critic=reward_model_critic):
+def evaluate(model, tokenizer, rows, config: Config, adapter, critic):
     """Sample a response to each held-out row, and let the critic review it (Alg. 4 l.8–13).
 
     Returns (the means of all metrics, the samples).

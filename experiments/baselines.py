@@ -41,14 +41,14 @@ from annotate import Review, annotate
 from data import (REFERENCES, InputError, Task, chunks, get_task, read_rows, run_script,
                   write_rows)
 from experiments.advantages import ADVANTAGES
-from experiments.designs import CHANGES, pay_scores, replace_delta, token_scores
-from model import (encode_answer, encode_prompt, load_lora, lora_parameters, response_hidden,
-                   save_lora, use_lora)
+from experiments.designs import CHANGES, pay_scores, replace_delta, response_scores
+from measures.metrics import answer_logprobs
+from model import (encode_answer, encode_prompt, load_lora, lora_parameters, save_lora,
+                   use_lora)
 from policy import CRITICS, add_advantages, annotator_critic, sample_rollouts
 from report import print_result
 from reward_model import fit_adapter, write_critiques
 from runtime import WORLD_SIZE, run_phase
-from sampling import head_weight, pad_batch, token_logprobs
 from settings import Config, parse_flags
 from text2grad import evaluate, prepare, train_and_evaluate, write_responses
 
@@ -75,14 +75,7 @@ def sequence_logprobs(model, pairs: list[tuple]) -> Tensor:
 
     pairs: [(x, y)] as token ids.
     """
-    prompts, responses = zip(*pairs)
-    batch = pad_batch(prompts, responses, model.device)
-    _, _, tokens, mask = batch                                                          # [B, T]
-    is_token = mask.bool()
-    hidden = response_hidden(model, *batch)[is_token]                                   # [N, H]
-    logprobs = token_logprobs(hidden, head_weight(model), tokens[is_token])             # [N]
-    lengths = mask.sum(1).tolist()
-    return torch.stack([part.sum() for part in logprobs.split(lengths)])
+    return torch.stack([logprobs.sum() for logprobs in answer_logprobs(model, pairs)])
 
 
 def split_pairs(pairs: list[tuple]) -> list[tuple]:
@@ -108,10 +101,8 @@ def pair_losses(model, tokenizer, pairs: list[tuple]) -> Tensor:
 
     A loss above log 2 means that the rejected response y_l has the higher score.
     """
-    scores, mask = token_scores(model, tokenizer, split_pairs(pairs))
-    last = mask.sum(1, keepdim=True) - 1                                            # [2B, 1]
-    rewards = scores.gather(1, last).squeeze(1)                                     # ℓ_T, [2B]
-    return bradley_terry_loss(*rewards.chunk(2))
+    scores = response_scores(model, tokenizer, split_pairs(pairs))                  # [2B]
+    return bradley_terry_loss(*scores.chunk(2))
 
 
 # ── Rows: refinements and preference pairs

@@ -41,12 +41,10 @@ def replace_delta(critic, change):
     """A critic like the given one, but δ of each review is change(text, offsets, review)."""
     def new_critic(rollouts, model, tokenizer, config):
         reviews = critic(rollouts, model, tokenizer, config)
-        results = []
-        for i, review in zip(rank_share(range(len(rollouts.rows))), reviews):
-            delta = change(rollouts.texts[i], rollouts.offsets[i], review)
-            # The next design gets this δ in the review.
-            results.append(replace(review, delta=delta))
-        return results
+        # The next design gets this δ in the review.
+        return [replace(review, delta=change(text, offsets, review))
+                for text, offsets, review in zip(rank_share(rollouts.texts),
+                                                 rank_share(rollouts.offsets), reviews)]
     return new_critic
 
 
@@ -88,21 +86,22 @@ CHANGES = {change.__name__: change for change in (end, late, minus_faults, linea
 
 # ── Scores of a Bradley–Terry reward model (Appendix N)
 
-def token_scores(model, tokenizer, pairs: list[tuple]) -> tuple[Tensor, Tensor]:
-    """ℓ_t = h_t · (W[+] − W[−]) with the active adapter; h_t: hidden state after x and y_≤t.
+def response_scores(model, tokenizer, pairs: list[tuple]) -> Tensor:
+    """ℓ_T = h_T · (W[+] − W[−]) with the active adapter; h_T: hidden state after x and y.
 
-    pairs: [(x, y)] as token ids → scores [B, T], mask [B, T].
+    pairs: [(x, y)] as token ids → scores [B].
     """
     plus, minus = (tokenizer(sign, add_special_tokens=False).input_ids[-1]
                    for sign in ("+", "-"))
     prompts = [x for x, _ in pairs]
-    # One extra token gives a hidden state after the last token of y.
+    # The hidden state after y is the one that predicts an extra token.
     responses = [[*y, plus] for _, y in pairs]
     batch = pad_batch(prompts, responses, model.device)
-    hidden = response_hidden(model, *batch)[:, 1:]                      # [B, T, H]
+    last = batch[3].sum(1, keepdim=True) - 1                            # its column, [B, 1]
+    hidden = response_hidden(model, *batch).take_along_dim(last[..., None], 1)  # [B, 1, H]
     weight = head_weight(model)
     direction = weight[plus].float() - weight[minus].float()            # W[+] − W[−], [H]
-    return hidden.float() @ direction, batch[3][:, 1:]
+    return (hidden.float() @ direction).squeeze(1)
 
 
 @torch.no_grad()
@@ -119,10 +118,9 @@ def pay_scores(rollouts, model, tokenizer, config) -> list[Review]:
                 y = rollouts.response_ids[i][rollouts.mask[i].bool()]
                 x = encode_prompt(tokenizer, rollouts.prompts[i])
                 pairs.append((x, y.tolist()))
-            scores, _ = token_scores(model, tokenizer, pairs)
-            for (_, y), row_scores in zip(pairs, scores.tolist()):
-                last = len(y) - 1
-                reviews.append(Review("", [0.0] * last + [row_scores[last]]))
+            scores = response_scores(model, tokenizer, pairs)
+            reviews += [Review("", [0.0] * (len(y) - 1) + [score])
+                        for (_, y), score in zip(pairs, scores.tolist())]
     return reviews
 
 

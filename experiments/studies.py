@@ -225,7 +225,8 @@ def record_of(words: str, seed: int) -> dict:
     task = get_task(read_rows(out / "config.json")[0]["task"])
     if task.tests:
         samples = add_outcomes(read_rows(out / "after_samples.jsonl"), task)
-        after["right"] = fmean(row["outcome"].startswith("All tests") for row in samples)
+        after["right"] = fmean(row.get("outcome", "").startswith("All tests")
+                               for row in samples)             # an empty answer has no outcome
     metrics = read_log(out / "metrics.jsonl")
     measure = next(iter(task.truth))
     return {"words": words, "seed": seed, "commit": code_commit(),

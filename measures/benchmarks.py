@@ -236,12 +236,9 @@ def execute(problems: list[Problem], programs: list[str], workers: int = 2,
         return list(tqdm(pool.map(run, problems, programs), "run the tests", len(problems)))
 
 
-def code_scores(rows: list[dict]) -> list[dict]:  # Table 3
-    """{id, "pass@1", "plus pass@1"} of each row of `execute`; the last only with + tests."""
-    scores = []
-    for row in rows:
-        score = {"id": row["id"], "pass@1": float(row["base"])}
-        if row["plus"] is not None:
-            score["plus pass@1"] = float(row["plus"])
-        scores.append(score)
+def code_scores(rows: list[dict]) -> dict[str, list]:  # Table 3
+    """{"pass@1": whether each row of `execute` passed}, and "plus pass@1" with + tests."""
+    scores = {"pass@1": [row["base"] for row in rows]}
+    if rows[0]["plus"] is not None:
+        scores["plus pass@1"] = [row["plus"] for row in rows]
     return scores

@@ -188,14 +188,8 @@ def bert_score(predictions: list[str], references: list[str], encoder, tokenizer
     return rows
 
 
-def columns(scored: list[dict]) -> dict[str, list]:
-    """Convert rows of scores to {name: values}, without ids; {} if there are no rows."""
-    names = scored[0] if scored else {}
-    return {name: [row[name] for row in scored] for name in names if name != "id"}
-
-
 def reference_scores(texts: list[str], references: list[str],
-                     encoder: str | None = None) -> dict[str, list]:  # Table 2
+                     encoder: str | None) -> dict[str, list]:  # Table 2
     """ROUGE, BLEU and, with an encoder, BERTScore: measure → its value for each text.
 
     For BLEU, the value is `bleu_counts`. All values are None for a text without reference. If
@@ -203,11 +197,12 @@ def reference_scores(texts: list[str], references: list[str],
     """
     if not any(references):
         return {}
-    scores = columns([*map(rouge, texts, references)])
+    rows = [*map(rouge, texts, references)]
+    scores = {name: [row[name] for row in rows] for name in rows[0]}
     scores["BLEU"] = [*map(bleu_counts, texts, references)]
     if encoder:
         rows = bert_score(texts, references, *load_encoder(encoder))
-        scores["BERTScore F1"] = columns(rows)["f1"]
+        scores["BERTScore F1"] = [row["f1"] for row in rows]
     return {name: [value if reference else None for value, reference in zip(values, references)]
             for name, values in scores.items()}
 
@@ -227,27 +222,27 @@ def perplexity(model, tokenizer, prompts: list[str], texts: list[str]) -> list[t
         x = encode_prompt(tokenizer, prompt)
         room = max(0, context_length(model) - len(x))
         pairs.append((x, encode_text(tokenizer, text)[:room]))
-    return [(-sum(logprobs), len(logprobs)) for logprobs in answer_logprobs(model, pairs)]
-
-
-def answer_logprobs(model, pairs: list[tuple]) -> list[list[float]]:
-    """log π(y_t | x, y_<t) in nats of every token of y: a list [T] for each pair (x, y).
-
-    π is the base model without adapter; x and y are lists of token ids.
-    """
     order = [i for i, (_, y) in enumerate(pairs) if y]
     order.sort(key=lambda i: sum(map(len, pairs[i])))        # similar lengths need less padding
-    results: list[list[float]] = [[] for _ in pairs]
+    results = [(0.0, 0)] * len(pairs)
     with torch.inference_mode(), use_lora(model, None):
         for indices in tqdm(chunks(order, 8), "score", delay=2):
-            batch = pad_batch(*zip(*(pairs[i] for i in indices)), model.device)
-            y = batch[2]                                        # [B, T]
-            mask = batch[3].bool()                              # [B, T]
-            hidden = response_hidden(model, *batch)[mask]       # [N, H]
-            logprobs = token_logprobs(hidden, head_weight(model), y[mask])
-            for i, row in zip(indices, logprobs.split(mask.sum(1).tolist())):
-                results[i] = row.tolist()
+            for i, row in zip(indices, answer_logprobs(model, [pairs[i] for i in indices])):
+                results[i] = -sum(row.tolist()), len(row)
     return results
+
+
+def answer_logprobs(model, pairs: list[tuple]) -> tuple[torch.Tensor, ...]:
+    """log π(y_t | x, y_<t) in nats of every token of y, with the active adapter.
+
+    pairs: [(x, y)] as token ids → a tensor [T] for each pair.
+    """
+    batch = pad_batch(*zip(*pairs), model.device)
+    _, _, tokens, mask = batch                                  # [B, T]
+    is_token = mask.bool()
+    hidden = response_hidden(model, *batch)[is_token]           # [N, H]
+    logprobs = token_logprobs(hidden, head_weight(model), tokens[is_token])
+    return logprobs.split(mask.sum(1).tolist())
 
 
 def perplexity_of(sums: np.ndarray) -> np.ndarray:
@@ -326,7 +321,7 @@ def interval(rows, figure=ratio) -> tuple | None:
     return (1 - width, 1.0) if value else (0.0, width)
 
 
-def paired_bootstrap(before, after, figure=ratio) -> tuple | None:
+def paired_bootstrap(before, after, figure) -> tuple | None:
     """The 95 % interval of figure(after) − figure(before).
 
     Each sample has the same rows on both sides, so that easy and hard rows do not add variance.

@@ -20,6 +20,7 @@ characters.
 
 import re
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import chain, product
 from typing import Callable
@@ -37,7 +38,7 @@ SIGNS = {"good": 1, "poor": -1}
 
 # ── The spans of a row
 
-def read_spans(row: dict, key: str = "spans") -> list[Span]:
+def read_spans(row: dict) -> list[Span]:
     """The spans of a row, stored as [{start, end, label}].
 
     If a span has a `text`, the response must contain this text at its offsets. Raises
@@ -45,7 +46,7 @@ def read_spans(row: dict, key: str = "spans") -> list[Span]:
     """
     response = row["response"]
     spans = []
-    for value in row[key]:
+    for value in row["spans"]:
         match value:
             case {"start": int(start), "end": int(end),
                   "label": 1 | -1 | "good" | "poor" as label} if (
@@ -88,14 +89,6 @@ def span_accuracy(response: str, span: Span, labels: list[float]) -> float:
     right = [labels[i] == span.label for i in range(span.start, span.end)
              if not response[i].isspace()]
     return sum(right) / max(1, len(right))
-
-
-def readable(critique: str, response: str = "") -> Feedback | None:
-    """The feedback parsed from a critique of the response; None if it cannot be parsed."""
-    try:
-        return parse_feedback(critique, response=response)
-    except FeedbackError:
-        return None
 
 
 def overlaps(response: str, gold: list[Span], predicted: list[Span]) -> list[tuple]:
@@ -152,17 +145,6 @@ def compare(response: str, offsets, gold: list[Span], feedback: Feedback | None)
     return hits
 
 
-def total(counts: list[dict]) -> dict:
-    """The sum of the counts of all responses: metric → [hits, cases]."""
-    return {metric: np.sum([row[metric] for row in counts], 0) for metric in counts[0]}
-
-
-def figures(counts: dict) -> dict[str, float | None]:
-    """The value of each metric for summed counts (Tables 1, 6, 7 and 16); None for 0 cases."""
-    return {metric: float(hits / cases) if cases else None
-            for metric, (hits, cases) in counts.items()}
-
-
 def span_table(counts: dict) -> list[list]:  # Table 6
     """A line [sign, marked, predicted, exact, partial] for each sign."""
     lines = []
@@ -188,7 +170,9 @@ def score_critiques(rows: list[dict], critiques: list[str], places: Callable | N
     counts = []
     for row, gold, critique in zip(rows, gold_spans, critiques, strict=True):
         response = row["response"]
-        parsed = readable(critique, response)
+        parsed = None                                    # if the critique cannot be parsed
+        with suppress(FeedbackError):
+            parsed = parse_feedback(critique, response=response)
         feedback = parsed or Feedback(critique, [], [])
         feedback = Feedback(feedback.critique, feedback.good_spans if 1 in labels else [],
                             feedback.poor_spans if -1 in labels else [])
@@ -196,9 +180,10 @@ def score_critiques(rows: list[dict], critiques: list[str], places: Callable | N
         scored.append(row | asdict(feedback) | asdict(ground(response, feedback)) | {
             "annotator": critic, "reply": critique, "gold_spans": row["spans"],
             "reason": None if parsed else "this critique cannot be read"})
-    summed = total(counts)
+    # The sum over all responses: metric → [hits, cases]
+    summed = {metric: np.sum([row[metric] for row in counts], 0) for metric in counts[0]}
     metrics = {metric: [row[metric] for row in counts]
-               for metric, value in figures(summed).items() if value is not None}
+               for metric, (_, cases) in summed.items() if cases}
     tables = [("Table 6", ["spans", "marked", "predicted", "exact", "partial"],
                span_table(summed)),
               label_table([row for row in scored if not row["reason"]], places)]

@@ -18,7 +18,7 @@ from experiments import advantages, baselines, designs
 from experiments.advantages import ADVANTAGES
 from experiments.baselines import (bradley_terry_loss, dpo_loss, mend, pair_losses,
                                    preference_loss, preferences)
-from experiments.designs import CHANGES, marks, replace_delta, token_scores
+from experiments.designs import CHANGES, marks, replace_delta, response_scores
 from helpers import ROOT, error_message, noise, randomise, refused, toy_config
 from model import (add_lora, encode_answer, encode_prompt, load_model, lora_parameters,
                    save_lora, use_lora)
@@ -105,12 +105,10 @@ def test_scores_are_logit_differences_after_each_token(toy_model):
     with use_lora(model, "reward"), torch.no_grad():
         ends = []
         for side in SIDES:
-            scores, mask = token_scores(model, tokenizer, side)
-            assert mask.sum(1).tolist() == [len(y) for _, y in side]
-            for (x, y), row in zip(side, scores):
-                logits = logits_of(model, x, y)[1:]
-                close(row[: len(y)], logits[:, plus] - logits[:, minus], rtol=1e-3, atol=1e-3)
-                ends.append(row[len(y) - 1])
+            for (x, y), score in zip(side, response_scores(model, tokenizer, side)):
+                logits = logits_of(model, x, y)[-1]
+                close(score, logits[plus] - logits[minus], rtol=1e-3, atol=1e-3)
+                ends.append(score)
         want = bradley_terry_loss(*torch.stack(ends).chunk(2))
         close(pair_losses(model, tokenizer, PAIRS), want, rtol=1e-3, atol=1e-3)
 
@@ -218,9 +216,9 @@ def test_scalar_rewards_stand_at_the_last_token(toy_model, monkeypatch):
         y = rollouts.response_ids[i][rollouts.mask[i].bool()].tolist()
         pair = encode_prompt(tokenizer, rollouts.prompts[i]), y
         with use_lora(model, "reward"), torch.no_grad():
-            scores = token_scores(model, tokenizer, [pair])[0][0]
-        last = torch.arange(len(scores)) == len(scores) - 1
-        close(torch.tensor(review.delta), scores * last, atol=1e-3, rtol=0)
+            score, = response_scores(model, tokenizer, [pair])
+        assert not any(review.delta[:-1]) and len(review.delta) == len(y)
+        close(torch.tensor(review.delta[-1]), score, atol=1e-3, rtol=0)
     monkeypatch.setattr(runtime, "RANK", 1)
     monkeypatch.setattr(runtime, "WORLD_SIZE", 2)
     for critic in (designs.pay_scores, replace_delta(designs.pay_scores, designs.end)):

@@ -92,7 +92,7 @@ SUMMARIES = [
 SPLITS = {"base": range(0, 12), "train": range(12, 15), "eval": range(15, 16)}
 
 
-def write_post(facts: dict[str, str], rng: random.Random, forms=POSTS) -> str:
+def write_post(facts: dict[str, str], rng: random.Random, forms) -> str:
     """A first-person post that states every fact once, in random wording."""
     sentences = [rng.choice(choices) for choices in forms[: len(facts) // PER_SENTENCE]]
     if rng.random() < 0.5:
