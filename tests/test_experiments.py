@@ -183,6 +183,7 @@ def test_sums_and_late_labels_by_hand(toy_model, tmp_path):
     review = Review("", [1.0, -1.0, 1.0, 0.0], spans=spans)
     assert designs.end(text, pieces(text), review) == [0, 0, 0, 1]
     assert designs.late(text, pieces(text), review) == [0, 1, -1, 1]
+    assert designs.minus_faults(text, pieces(text), review) == [0, 0, 0, -1]
     assert designs.late("a", pieces("a"), Review("", [0.0])) == [0]
     # A second design changes the δ of the first one.
     arguments = faulty_rollouts(toy_model[1]), *toy_model, toy_config(output_dir=str(tmp_path))

@@ -180,6 +180,7 @@ def test_critiques_fit_the_limits_of_the_toy_runs(toy_model):
     no row is dropped. z has 75 tokens on average at one sentence."""
     _, tokenizer = toy_model
     for task, length in ((toy.TASK, 1), (designs.LONG, 4)):
+        assert task.settings["kl_target"] == 2 * length               # nats per response
         longest_y = task.settings["max_new_tokens"]
         longest_z = task.settings["max_critique_tokens"]
         sizes = []
