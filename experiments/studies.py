@@ -73,9 +73,13 @@ VERDICTS = "--annotator_function experiments.designs:critique_no_cot --mode no_c
 NO_PROSE = "--annotator_function experiments.designs:critique_spans --mode no_cot"
 # `fit_scores` doubles it: ten epochs, as tuned in the fourth version (notebooks/studies.md).
 SCALAR = "ppo --reward_epochs 5"
+PROSE = "--task notebooks.prose:UNSEEN --dtype bfloat16 --eval_rows 162"
+SFT = f"sft --iterations 12 {PROSE}"
+AFTER_SFT = f"{PROSE} --adapter {directory(SFT)}/policy"
 # Runs whose reward model, or whose policy, other runs use. They run before all others.
-MAKERS = ("text2grad", f"text2grad {FEW}", f"text2grad {LONG}", f"text2grad {VERDICTS}",
-          f"text2grad {NO_PROSE}", SCALAR, f"{SCALAR} {FEW}", f"{SCALAR} {LONG}")
+MAKERS = (SFT, "text2grad", f"text2grad {FEW}", f"text2grad {LONG}",
+          f"text2grad {VERDICTS}", f"text2grad {NO_PROSE}",
+          SCALAR, f"{SCALAR} {FEW}", f"{SCALAR} {LONG}")
 
 
 def with_model(words: str, flags: str = "", maker: str = "text2grad") -> list[str]:
@@ -131,7 +135,11 @@ STUDIES = {
         "SFT, as wrong as the base": tuned("sft --task experiments.designs:DRAFTS"),
         "ILF": tuned("ilf"),
         "reflection": with_model("reflection")},
-    "long": baselines(LONG),
+    "long": {
+        "Text2Grad": with_model("text2grad", LONG),
+        "R_φ's sum": with_model("end", LONG) + with_model("end --lam 1", LONG),
+        "PPO": with_model("ppo", LONG, SCALAR),
+        "rejection": tuned(f"best_tenth {LONG}", f"best_tenth --rounds 4 {LONG}")},
     "reasoning": {
         "chain of thought": with_model("text2grad"),
         "verdicts alone": with_model("text2grad", VERDICTS),
@@ -148,6 +156,11 @@ STUDIES = {
         "one fact late: Definition 1": tuned("late definition_1 --critic annotator"),
         "one fact late: reward-to-go": tuned("late reward_to_go --critic annotator"),
         "one fact late: GAE": tuned("late --critic annotator")},
+    # The page smollm2.md
+    "smollm2": {
+        "SFT": [SFT],
+        "R_φ": [f"text2grad {AFTER_SFT}"],
+        "annotator": [f"text2grad {AFTER_SFT} --critic annotator"]},
     # 128 answers of SmolLM2, judged by ruff. It needs PYTHONPATH=notebooks/own_task.
     "linter": {
         "token rewards": tuned(f"text2grad {LINT}"),

@@ -110,3 +110,21 @@ TASK = replace(
         "reward_max_tokens": 400, "reward_held_out": 80, "iterations": 40,
         "temperature": 1.0, "schedule": "linear", "max_new_tokens": 48, "kl_target": 4.0,
         "kl_horizon": 32, "learning_rate": 3e-4, "entropy_coef": 0.01})
+
+
+def unseen_rows(split: str, n: int, seed: int = 0) -> list[dict]:
+    """The rows of TASK, but in the split "eval" only posts with which no setting was chosen.
+
+    The settings were chosen with the first 64 held-out posts of TASK. These posts have other
+    combinations of facts, each a different one; there are 171.
+    """
+    if split != "eval":
+        return TASK.rows(split, n, seed)
+    rows = TASK.rows(split, 1000, seed)
+    unseen = {str(row["facts"]): row for row in rows[64:]}
+    for row in rows[:64]:
+        unseen.pop(str(row["facts"]), None)
+    return [*unseen.values()][:n]
+
+
+UNSEEN = replace(TASK, rows=unseen_rows)

@@ -27,7 +27,11 @@ def test_an_arm_is_a_command_that_can_be_copied(monkeypatch):
         names, flags = split_names(words.format(seed=3).split(), NAMES)
         config = parse_flags(Config, argv=flags)
         assert names and callable(load_object("", config.annotator_function))
-        assert "  " not in words and config.iterations == (8 if "lint:" in words else 18)
+        assert "  " not in words and config.iterations == (
+            8 if "lint:" in words else 12 if words in MAKERS and "prose" in words else
+            40 if "prose" in words else 18)
+        if config.adapter:
+            used.add(makers[config.adapter.removesuffix("/policy")])
         if config.reward_model:
             maker = makers[config.reward_model.removesuffix("/reward/adapter")]
             used.add(maker)
