@@ -388,9 +388,10 @@ def checksum(*paths: Path, state=None) -> str:
 
 
 def lock(file, place: Path):
-    """Lock an open file until it is closed, so that `place` has one writer.
+    """Lock an open file until it is closed, so that only one process writes to `place`.
 
-    place: the path that the message names. Raises InputError if another process has the lock.
+    place: the path that an error message shows. Raises InputError if another process has the
+    lock.
     """
     try:
         if fcntl:

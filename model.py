@@ -135,8 +135,8 @@ def check_passes(model):
             raise ValueError(f"{name} is not finite")
     row = torch.arange(1, 9, device=model.device)   # without 0, which is the padding
     ids = torch.stack([row, row.roll(4)])           # 1 2 3 4 5 6 7 8, and 5 6 7 8 1 2 3 4
-    # Sampling and scoring compute hidden @ weight.T, and do not run the model's own head. With
-    # FSDP, this first forward pass also makes base_model the root of the sharded modules.
+    # Sampling and scoring compute hidden @ weight.T, and do not run the model's own head. FSDP
+    # takes the module that runs first as the outermost one, so it must be base_model.
     hidden = model.base_model(ids).last_hidden_state                           # [2, 8, H]
     if not torch.allclose(hidden @ head_weight(model).T, model(ids).logits, 1e-2, 1e-2):
         raise ValueError("the logits are not hidden @ weight.T: a bias, scale, soft cap or NaN")

@@ -126,7 +126,8 @@ def set_limits(timeout: float, memory_mb: int, is_isolated: bool):
         limits[resource.RLIMIT_AS] = memory_mb << 20
     if is_isolated:                           # else the caller's processes would count
         limits[resource.RLIMIT_NPROC] = PROCESSES
-        # keyctl(KEYCTL_JOIN_SESSION_KEYRING): a new keyring, without the caller's keys.
+        # The Linux kernel keeps passwords and keys for a user in a "keyring". This call
+        # (KEYCTL_JOIN_SESSION_KEYRING) gives the process an empty one instead.
         keyctl = 250 if os.uname().machine == "x86_64" else 219
         ctypes.CDLL(None).syscall(keyctl, 1, None)
     for limited, limit in limits.items():
