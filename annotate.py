@@ -104,9 +104,9 @@ def parse_feedback(text: str, critique=None, response="") -> Feedback:
     """Read (c, A(y)) from the one JSON object in a reply (Alg. 2 l.13; see `find_object`).
 
     critique: a human critique, which replaces the critique in the reply. response: the text
-    that is criticised. A list of quotes may be absent or null. Raises FeedbackError if the
-    object or the critique is missing, or if a list holds the quote "…" or is not a list of
-    strings.
+    that is criticised. A list of quotes may be absent or null. Raises FeedbackError if there is
+    not one such object, if the critique is missing, or if a list holds the quote "…" or is not
+    a list of strings.
     """
     # The critique is a field of the JSON object, or the prose before it. In z it is the prose.
     value, prose = find_object(text, response)
@@ -694,6 +694,9 @@ def check_annotator(task, config):
     if config.critic == "annotator" and asks_server and config.max_usd is None:
         raise InputError("--critic annotator asks the server about every rollout: set "
                          "--max_usd with --price_in and --price_out, or --annotator_function")
+    if config.critic == "annotator" and "critique" in get_mode(config.mode).shows:
+        raise InputError(f"--critic annotator judges new answers, and --mode {config.mode} "
+                         f"needs a critique by a person: leave out one of the two")
     has_feedback = config.reward_model or Path(config.output_dir, "feedback.jsonl").exists()
     if config.critic == "annotator" or not has_feedback:
         load_annotator(task, config)

@@ -14,7 +14,7 @@
 A policy's --adapter is compared with --before, or else with the base without adapter. Both
 flags also take a file with another model's answers: rows with `id` and `response`. The run that
 trained --adapter gives defaults (config.json beside it): task, data, base, R_φ, dtype,
-temperature and limits of lengths. With another --task, it gives only the base.
+temperature and limits of lengths. With another --task, except toy, it gives only the base.
 
 Every metric has a 95 % bootstrap interval over rows. So does every difference between the two
 sides, for which the same rows are resampled on both. Answers and the judge's replies are saved

@@ -488,12 +488,12 @@ def response_hidden(model, prompts: Tensor, prompt_mask: Tensor, responses: Tens
 def shard(model, device):
     """Shard the frozen blocks over all ranks (processes) with FSDP2; move the rest to `device`.
 
-    The weights are read from memory-mapped files one block at a time. A device then holds its
-    part of each block, at most two whole blocks, and the embeddings, head and norm, which are
-    not sharded. For sampling, `unsharded` puts all weights on each device. Adapters are not
-    sharded, whether they are loaded before or after this call. Each rank holds all adapters, so
-    any single rank can save them. The caller sums their gradients over the ranks. Raises
-    InputError if the model's blocks are not in `layers`.
+    The weights are read from memory-mapped files one block at a time. During a forward or
+    backward pass, a device holds its part of each block, about two whole blocks, and the
+    embeddings, head and norm, which are not sharded. For sampling, `unsharded` puts all weights
+    on each device. Adapters are not sharded, whether they are loaded before or after this call.
+    Each rank holds all adapters, so any single rank can save them. The caller sums their
+    gradients over the ranks. Raises InputError if the model's blocks are not in `layers`.
     """
     if not hasattr(model.base_model, "layers"):
         raise InputError(f"{model.config._name_or_path}: decoder layers are not in `layers`; "

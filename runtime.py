@@ -109,7 +109,7 @@ def all_sum(x: Tensor) -> Tensor:
 
 
 def token_groups(index, lengths: list[int], limit: int) -> list[list[int]]:
-    """Split rows into micro-batches, or groups, which are lists of row numbers.
+    """Split rows into micro-batches, here called groups, which are lists of row numbers.
 
     For each group, each rank runs one forward pass on its `rank_share` of the group. index:
     numbers of the rows. lengths[i]: tokens of row i. Rows of similar length share a group. With

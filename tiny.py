@@ -8,8 +8,8 @@ writes z = [c ; A(y)]: a critique c in English, then A(y), JSON that quotes the 
 poor parts of y. R_φ learns to write z, and the policy π_θ learns from R_φ.
 
 The title of each part names the file that does the same for real models. After "Left out" comes
-what only that file does, besides checkpoints, GPUs and checks. "l.15" is line 15 of the part's
-algorithm. B rows, P prompt and T answer tokens, H hidden size, V vocabulary, r rank of LoRA.
+what only that file does, besides details (PAPER.md). "l.15" is line 15 of the part's algorithm.
+B rows, P prompt and T answer tokens, H hidden size, V vocabulary; LoRA's A, B and rank r.
 """
 
 import copy
@@ -62,7 +62,7 @@ def generate_dual_feedback(row, response):
 def find_spans(response, z):
     """s_k: triples (start, end, ℓ_k) of the quotes in A(y); ℓ_k: +1 good, −1 poor (l.13–17).
 
-    Only a quote that y has exactly once gives a reward. Left out: parts of words are refused.
+    Only a quote that y has exactly once gives a reward. Left out: to refuse parts of words.
     """
     try:
         lists = json.loads(z[z.index("{") :])                # without a brace: a ValueError
@@ -214,8 +214,8 @@ def estimate_advantages(rewards, values, mask):
     return advantages
 
 
-def standardise(advantages, mask):
-    """A_t with mean 0 and variance 1 over all y_t (the authors: in each process): [B, T]."""
+def whiten(advantages, mask):
+    """A_t with mean 0 and variance 1 over all y_t (of the release, not the paper): [B, T]."""
     return (advantages - advantages[mask].mean()) / advantages[mask].std(correction=0) * mask
 
 
@@ -247,14 +247,14 @@ def optimize_policy(base, reward_model, rows):
         rewards = (delta - BETA * (logprobs_old - logprobs_ref)) * mask          # r_t, l.14
         advantages = estimate_advantages(rewards, values, mask)                  # [B, T], l.16
         returns = advantages + values                    # R_t; it is l.24's sum if λ = 1
-        advantages = standardise(advantages, mask)                               # [B, T]
+        advantages = whiten(advantages, mask)                               # [B, T]
         for epoch in range(PPO_EPOCHS):                                          # l.19
             logprobs, hidden, _ = score_tokens(policy, x, y)
             values = value_head(hidden.detach())[..., 0]         # the value loss trains only ψ
             loss = clipped_loss(logprobs, logprobs_old, advantages, mask)
             if epoch == 0:         # ρ_t = 1: the gradient is Definition 1's, with A_t for δ_t
                 slope, = torch.autograd.grad(loss, logprobs, retain_graph=True)  # [B, T]
-                assert torch.allclose(slope * mask.sum(), -advantages, atol=1e-3), "−A_t / n"
+                assert torch.allclose(slope * mask.sum(), -advantages, atol=1e-3), "−A_t"
             value_loss = ((values - returns) ** 2)[mask].mean()                  # l.24
             (loss + value_loss).backward()                                       # l.27–28
             optimizer.step()                                                     # l.29–30

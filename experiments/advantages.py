@@ -35,7 +35,7 @@ def without_values(advantages_of):
 
 
 def definition_1(rewards: Tensor, mask: Tensor, config) -> Tensor:  # noqa: ARG001
-    """A_t = r_t, the weight of log π(y_t) in Definition 1 (§3.1)"""
+    """A_t = r_t: the weight δ_t of Definition 1 (§3.1), with the KL penalty"""
     return rewards                                                                  # [B, T]
 
 

@@ -38,8 +38,8 @@ from torch import Tensor
 import text2grad
 import toy
 from annotate import Review, annotate
-from data import (REFERENCES, InputError, Task, chunks, get_task, read_rows, run_script,
-                  write_rows)
+from data import (REFERENCES, InputError, Task, chunks, get_task, prompt_text, read_rows,
+                  run_script, write_rows)
 from experiments.advantages import ADVANTAGES
 from experiments.designs import CHANGES, pay_scores, replace_delta, response_scores
 from measures.metrics import answer_logprobs
@@ -148,6 +148,12 @@ def preferences(model, tokenizer, rows, config: Config, out: Path) -> list[tuple
     return texts
 
 
+def policy_prompts(rows, config: Config) -> dict:
+    """{x as one text: x}: feedback.jsonl has the text, the policy may read chat messages."""
+    prompts = map(get_task(config.task).policy_prompt, rows)
+    return {prompt_text(prompt): prompt for prompt in prompts}
+
+
 def rewrite_prompt(prompt: str, response: str, critique: str) -> str:
     """The prompt that asks for a better response. It omits the JSON of the critique."""
     prose = critique.rpartition("\n{")[0].strip() or critique.strip()
@@ -241,10 +247,11 @@ def ilf(model, tokenizer, rows, config: Config, out: Path):
 
     Empty y⁺ are left out.
     """
+    prompts = policy_prompts(rows, config)
     rows = annotate_rows(model, tokenizer, rows[: config.annotated_rows], config, out)
     triples = [(row["prompt"], row["response"], row["critique"]) for row in rows]
     refinements = rewrite(model, tokenizer, triples, config)
-    texts = [(row["prompt"], y) for row, y in zip(rows, refinements) if y.strip()]
+    texts = [(prompts[row["prompt"]], y) for row, y in zip(rows, refinements) if y.strip()]
     fit_policy(model, tokenizer, texts, config, out)
 
 
@@ -276,8 +283,8 @@ def keep_best(reviews: list[Review], share: float | None) -> list[int]:
     """The indices of the responses with the most good spans minus poor spans, best first.
 
     share: the part of all responses that is kept, at least one; ties keep their order. If it is
-    None, a response is kept if it has no poor span, and as many good spans as any response has,
-    at least one. A response without usable feedback is not kept.
+    None, a response is kept if it has no poor span, and if no other response has more good
+    spans. It needs at least one good span. A response without usable feedback is not kept.
     """
     merits = {i: sum(span.label for span in review.spans)
               for i, review in enumerate(reviews) if not review.reason}
@@ -290,7 +297,9 @@ def keep_best(reviews: list[Review], share: float | None) -> list[int]:
 
 def dpo(model, tokenizer, rows, config: Config, out: Path):
     """Direct preference optimisation (Appendix N) on two responses per row; β is --kl_coef."""
-    texts = preferences(model, tokenizer, rows, config, out)
+    prompts = policy_prompts(rows, config)
+    texts = [(prompts[prompt], *answers)
+             for prompt, *answers in preferences(model, tokenizer, rows, config, out)]
     loss_of = partial(preference_loss, reference=config.reference, beta=config.kl_coef)
     fit_policy(model, tokenizer, texts, config, out, loss_of=loss_of, count_of=_count_pair)
 

@@ -94,7 +94,8 @@ def response_scores(model, tokenizer, pairs: list[tuple]) -> Tensor:
     plus, minus = (tokenizer(sign, add_special_tokens=False).input_ids[-1]
                    for sign in ("+", "-"))
     prompts = [x for x, _ in pairs]
-    # The hidden state after y is the one that predicts an extra token.
+    # `response_hidden` returns the states that predict each token. So, with an extra token at
+    # the end, its last state is the one after y.
     responses = [[*y, plus] for _, y in pairs]
     batch = pad_batch(prompts, responses, model.device)
     last = batch[3].sum(1, keepdim=True) - 1                            # its column, [B, 1]

@@ -1,4 +1,4 @@
-"""Studies of the paper's claims in the toy world, where the truth is known.
+"""Studies of the paper's claims, most of them in the toy world, where the truth is known.
 
     python -m experiments.studies critiques_20    # a name of STUDIES
     python -m experiments.studies                 # all of them
@@ -18,8 +18,8 @@ The result of a run, "facts", is the first measure of the task's truth: the mean
 facts in responses to held-out posts, or, in the study `linter`, the share of clean answers.
 Intervals are 95 % intervals over seeds by Student's t; differences are paired by seed.
 
-A record also has the right facts in the rollouts of each iteration (Figures 5 and 6), and the
-metrics of the reward model, if the run has trained one.
+A record also has the mean of this measure in the rollouts of each iteration (Figures 5 and 6)
+and, if the run has trained a reward model, the metrics of that model.
 
 Paper: §3.6, §4.3, §4.5, Tables 1, 2, 3 and 11, Appendices I and N.
 """
@@ -60,12 +60,14 @@ def tuned(*commands: str) -> list[str]:
 
 
 def directory(words: str) -> str:
-    """The run directory of a command. Its name leaves out the paths of other runs."""
+    """The run directory of a command, with "{seed}". It leaves out the paths of other runs."""
     name = re.sub(r"(runs/\S+|[^\w.])+", "_", words).strip("_")
     return f"runs/studies/{name}_{{seed}}"
 
 
 LONG = "--task experiments.designs:LONG"
+MIDDLE_RATE = "--learning_rate .003 --value_rate_factor 2.333"
+LONG_RUN = f"text2grad {LONG} {MIDDLE_RATE}"
 FEW = "--annotated_rows 400"
 NOISE = "--annotator_function experiments.designs:critique_noise"
 # Two annotators that give no reasons (§4.5)
@@ -77,9 +79,8 @@ PROSE = "--task notebooks.prose:UNSEEN --dtype bfloat16 --eval_rows 162"
 SFT = f"sft --iterations 12 {PROSE}"
 AFTER_SFT = f"{PROSE} --adapter {directory(SFT)}/policy"
 # Runs whose reward model, or whose policy, other runs use. They run before all others.
-MAKERS = (SFT, "text2grad", f"text2grad {FEW}", f"text2grad {LONG}",
-          f"text2grad {VERDICTS}", f"text2grad {NO_PROSE}",
-          SCALAR, f"{SCALAR} {FEW}", f"{SCALAR} {LONG}")
+MAKERS = (SFT, "text2grad", f"text2grad {FEW}", LONG_RUN, f"text2grad {VERDICTS}",
+          f"text2grad {NO_PROSE}", SCALAR, f"{SCALAR} {FEW}")
 
 
 def with_model(words: str, flags: str = "", maker: str = "text2grad") -> list[str]:
@@ -103,8 +104,10 @@ def critiques(task: str, **more: str) -> dict[str, list[str]]:
         # There was no time to run `more` with the largest number of responses.
         further = more if count < JUDGED[-1] else {}
         for name, words in (on_rollouts | further).items():
-            arms[f"{count}: {name}"] = tuned(
-                f"{words} {task} --critic annotator --iterations 18 --batch_size {count // 18}")
+            flags = f"{task} --critic annotator --iterations 18 --batch_size {count // 18}"
+            # A reward at the end must reach the first token, so λ = 1 may suit it better.
+            choices = [words, "end --lam 1"] if words == "end" else [words]
+            arms[f"{count}: {name}"] = tuned(*[f"{choice} {flags}" for choice in choices])
         rows = f"{task} --iterations 18 --annotated_rows {count}"
         arms[f"{count}: rejection, once"] = tuned(f"best_tenth {rows}")
         arms[f"{count}: rejection, iterated"] = tuned(f"best_tenth {rows} --rounds 2",
@@ -124,7 +127,7 @@ def baselines(flags: str = "") -> dict[str, list[str]]:
 
 
 TOY = critiques("--task toy")
-TRUE = "--critic annotator --learning_rate .003 --value_rate_factor 2.333"
+TRUE = f"--critic annotator {MIDDLE_RATE}"
 STUDIES = {
     "critiques_20": TOY,
     "critiques_80": critiques(LONG, **{"reward-to-go": "reward_to_go"}),
@@ -135,11 +138,13 @@ STUDIES = {
         "SFT, as wrong as the base": tuned("sft --task experiments.designs:DRAFTS"),
         "ILF": tuned("ilf"),
         "reflection": with_model("reflection")},
+    # R_φ needs a quarter of an hour. So there is no tuning here: each arm has the rate, λ and
+    # number of rounds that were best in critiques_80 with 1,152 responses.
     "long": {
-        "Text2Grad": with_model("text2grad", LONG),
-        "R_φ's sum": with_model("end", LONG) + with_model("end --lam 1", LONG),
-        "PPO": with_model("ppo", LONG, SCALAR),
-        "rejection": tuned(f"best_tenth {LONG}", f"best_tenth --rounds 4 {LONG}")},
+        "Text2Grad": [LONG_RUN],
+        "R_φ's sum": [f"end {LONG} --lam 1 --learning_rate .001 --value_rate_factor 7 "
+                      f"--reward_model {directory(LONG_RUN)}/reward/adapter"],
+        "rejection": [f"best_tenth --rounds 4 {LONG} {MIDDLE_RATE}"]},
     "reasoning": {
         "chain of thought": with_model("text2grad"),
         "verdicts alone": with_model("text2grad", VERDICTS),

@@ -180,11 +180,12 @@ def extract_code(response: str, problem: Problem) -> str:
 
 
 def needed_code(text: str, called) -> str:
-    """The imports in a text (but __future__), and statements that functions in `called` need.
+    """The functions in `called`, the statements that they need, and all imports of a text.
 
-    A statement is needed if it defines or mentions a global name that the functions use,
-    directly or through other functions. Statements that only test or call the functions, or
-    read input, are left out. Returns "" if the text defines none of the functions.
+    Imports from __future__ are left out. A statement is needed if it defines or mentions a
+    global name that the functions use, directly or through other functions. Statements that
+    only test or call the functions, or read input, are left out. Returns "" if the text defines
+    none of the functions.
     """
     statements = []              # [(statement, its text, its code object, names that it binds)]
     known = {"setrecursionlimit"}

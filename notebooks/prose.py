@@ -122,9 +122,8 @@ def unseen_rows(split: str, n: int, seed: int = 0) -> list[dict]:
         return TASK.rows(split, n, seed)
     rows = TASK.rows(split, 1000, seed)
     unseen = {str(row["facts"]): row for row in rows[64:]}
-    for row in rows[:64]:
-        unseen.pop(str(row["facts"]), None)
-    return [*unseen.values()][:n]
+    seen = {str(row["facts"]) for row in rows[:64]}
+    return [row for facts, row in unseen.items() if facts not in seen][:n]
 
 
 UNSEEN = replace(TASK, rows=unseen_rows)

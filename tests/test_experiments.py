@@ -4,6 +4,7 @@ import math
 import random
 import re
 from collections import Counter
+from dataclasses import replace
 import shlex
 from itertools import product
 from statistics import mean
@@ -361,6 +362,25 @@ def test_a_fitted_baseline_takes_as_many_steps_as_text2grad(tmp_path, toy_model,
     assert len(losses) == settings.reward_epochs * math.ceil(n / 8)
     # The ratio over eight seeds: .65 ± .10 (ILF), .58 ± .12 (DPO).
     assert mean(losses[-3:]) < 0.97 * mean(losses[:3])
+
+
+def chat(row):
+    return [{"role": "system", "content": "Be brief."},
+            {"role": "user", "content": toy.prompt(row)}]
+
+
+CHAT = replace(toy.TASK, policy_prompt=chat)
+
+
+@pytest.mark.parametrize("name", ["ilf", "dpo"])
+def test_a_fitted_baseline_trains_chat_messages_as_the_policy_reads_them(
+        tmp_path, toy_model, spy, name):
+    config = small(tmp_path, task="test_experiments:CHAT", max_new_tokens=24)
+    texts = spy("experiments.baselines.fit_policy", lambda *arguments, **_: arguments[2])
+    start_policy(toy_model[0], config)
+    rows = toy.rows("train", 24)
+    baselines.FITTED[name](*toy_model, rows, config, tmp_path)
+    assert texts[0] and all(x in map(chat, rows) for x, *_ in texts[0])
 
 
 def test_baselines_and_designs_run_by_their_names(tmp_path, monkeypatch, capsys):

@@ -236,6 +236,7 @@ REFUSED = [
     ("--annotator_function none --reward_model {}", "adapter_config.json is missing or dama"),
     ("--model {}/none", "{}/none"), ("--model ''", "--model: expected str that is not empty"),
     ("--critic annotator --annotator_function none", "set --max_usd with --price_in and --pr"),
+    ("--critic annotator --mode align", "new answers, and --mode align needs a critique"),
     ("--temperature 0", "--temperature: expected float from 0.01"), ("--xyz", "--xyz (--help"),
     ("--max_usd 1 --annotator_function none", "--max_usd needs --price_in")]
 

@@ -122,7 +122,7 @@ def test_rewards_advantages_and_losses(monkeypatch):
     config = SimpleNamespace(gamma=0.9, lam=0.8, value_target="gae")
     add_advantages(rollouts, tiny.BETA, config)                         # with gae and whiten
     advantages = tiny.estimate_advantages(rollouts.rewards, values, mask)
-    white = tiny.standardise(advantages, mask)
+    white = tiny.whiten(advantages, mask)
     assert_close(((advantages + values) * mask, white),
                  (rollouts.returns, rollouts.advantages), atol=1e-5, rtol=0)
     assert_close(tiny.clipped_loss(new, old, white, mask), ppo_loss(new, old, white, mask, 0.3))
