@@ -379,7 +379,7 @@ def ask_wins(side: Side, rows: list[dict], texts: list[str], other_texts: list[s
 
 # ── The table
 
-UNITS = {"repeated facts": ("a row ↓", share),
+UNITS = {"fact accuracy": ("↑", share), "repeated facts": ("a row ↓", share),
          "BLEU": ("↑", bleu_of), "perplexity": ("≥ 1 ↓", perplexity_of),
          "perplexity of references": ("≥ 1 ↓", perplexity_of), "tokens": ("a row", ratio),
          "delta": ("−1–1 ↑", ratio),
@@ -475,7 +475,9 @@ def main():
         counts["after"] |= ask_wins(sides[1], rows["after"], new, old, field)  # Fig. 3, Tab. 1
     for side in sides:
         write_rows(out / f"{side.name}.jsonl", rows[side.name])
-    lines = table_lines(counts, UNITS)
+    # Nobody says in which direction the own measures of a task are better.
+    own = {} if task in BENCHMARKS else get_task(task).truth
+    lines = table_lines(counts, dict.fromkeys(own, ("", share)) | UNITS)
     result = {"config": asdict(config), "figures": lines, "counts": counts}
     write_rows(out / "result.json", [result])
     print(table(*cells(lines)) if lines else "no metrics")

@@ -467,7 +467,8 @@ def describe_critiques(samples: list[dict], critic: str, shown: int, means=None)
     """
     text = ""
     for sample in samples[:shown]:
-        text += (f"\n{printable(sample['prompt'][-300:])}\n"
+        dots = "…" * (len(sample["prompt"]) > 300)
+        text += (f"\n{dots}{printable(sample['prompt'][-300:])}\n"
                  f"  response: {colour_tokens(sample['tokens'], sample['delta'])}\n"
                  f"  critique: {printable(sample['critique'])}\n")
     text += f"\n{check_critiques(samples, critic)}"
@@ -517,11 +518,12 @@ def check_critiques(samples: list[dict], critic: str) -> str:
     if quotes_by_fate and not value:
         fate, found = max(quotes_by_fate.items(), key=lambda item: len(item[1]))
     examples = " and ".join(repr(quote[:60]) for quote in [*dict.fromkeys(found)][:2])
+    cause = f"{len(found)} quotes are {fate} (such as {examples})" if found else "no quotes"
     remedy = REMEDIES[fate]
     if has_reward_model:
         remedy = "train R_φ again with more rows or --reward_epochs, or use --critic annotator"
     raise InputError(f"nothing can be learned, because δ is {value:g} for every token: "
-                     f"{len(found)} quotes are {fate} (such as {examples or 'none'}); {remedy}")
+                     f"{cause}; {remedy}")
 
 
 # ── The page of a run

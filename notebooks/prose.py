@@ -112,7 +112,7 @@ TASK = replace(
         "kl_horizon": 32, "learning_rate": 3e-4, "entropy_coef": 0.01})
 
 
-def unseen_rows(split: str, n: int, seed: int = 0) -> list[dict]:
+def unseen_rows(split, n, seed):
     """The rows of TASK, but in the split "eval" only posts with which no setting was chosen.
 
     The settings were chosen with the first 64 held-out posts of TASK. These posts have other

@@ -325,6 +325,7 @@ def test_an_own_task_is_measured_on_the_rows_that_both_runs_held_out(adapter, ru
     assert after[0]["prompt"].startswith("user: Sum up") and "outcome" not in after[0]
     texts = [row["response"] for row in after]
     assert value(result, "words") == np.mean([len(text.split()) for text in texts])
+    assert (figure(result, "words")["unit"], figure(result, "rouge1")["unit"]) == ("", "↑")
     assert value(result, "rouge1") == rouge(texts[0], rows[2]["reference"])["rouge1"]
     assert (figure(result, "rouge1")["rows"], figure(result, "tokens")["rows"]) == (1, 3)
     message = error_message("eval.py", "--before", policies[0], "--adapter", policies[2])
