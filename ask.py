@@ -124,7 +124,7 @@ class Journal:
         return sum(usage[name] * price for name, price in self.prices.items()) / 1e6
 
     def max_usage(self, question):
-        """The maximum usage of a request, estimated from the usage of earlier replies."""
+        """The most tokens that a request may use: its `size`, and max_tokens × `overrun`."""
         return {"prompt_tokens": question.size,
                 "completion_tokens": question.max_tokens * self.overrun}
 

@@ -40,7 +40,7 @@ except ImportError:                                      # Windows
 
 
 class InputError(ValueError):
-    """An input cannot be used. The message says what is wrong, and often what to do."""
+    """An error that a user can mend. The message says what is wrong, and often what to do."""
 
 
 # ── Tasks: how a row becomes a prompt

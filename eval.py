@@ -236,7 +236,8 @@ def held_out(config: EvalConfig, rows: list[dict], name: str, key: Callable) -> 
         keys = [key(row) for row in read_log(path)]
         held_rows = [row for row in rows if key(row) in keys]
         if held_rows:
-            print(f"uses {len(held_rows)} of {len(rows)} rows, held out from {source}")
+            print(f"{len(held_rows)} of {len(rows)} rows are held out from {source}; the "
+                  f"others are left out")
             rows = held_rows
         elif len(rows) < count:
             raise InputError(f"{config.data}: no row is held out from both adapters; evaluate "

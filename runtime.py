@@ -288,8 +288,8 @@ CHANGEABLE = set("""
     micro_batch_tokens decode_batch_size activation_checkpointing shard wandb
     allow_code_execution torch transformers""".split())
 # Settings that may change until phase 3 has a checkpoint. The others that begin with "reward_"
-# are those of R_φ, and may change until phase 2 has a checkpoint. All settings in neither set
-# must stay the same as soon as phase 1 has responses.
+# are those of R_φ, and may change until phase 2 has a checkpoint. Every remaining setting must
+# stay the same as soon as phase 1 has responses. For another `commit`, there is only a warning.
 POLICY_SETTINGS = set("""
     reward_model critic iterations epochs learning_rate value_rate_factor batch_size
     minibatch_size responses_per_prompt kl_coef kl_target kl_horizon gamma lam ppo_epochs

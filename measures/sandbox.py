@@ -64,11 +64,11 @@ class SandboxError(InputError):
 class Result:
     """The result of running a program's tests (§4.4).
 
-    status: "passed"; "failed" (an assertion of the tests failed); "error" (another exception,
-    invalid syntax, or the program exited before its tests ended); "timeout"; "memory"; "killed"
-    (by a signal, or a crash); "not run" (the tests could not be run, which says nothing about
-    the program). stderr: the last part of stdout and stderr, followed by the traceback or the
-    reason.
+    status: "passed"; "failed" (an AssertionError, of the tests or of the program); "error"
+    (another exception, invalid syntax, or the program exited before its tests ended);
+    "timeout"; "memory"; "killed" (by a signal, a crash, or an exit status above 127); "not run"
+    (the tests could not be run, which says nothing about the program). stderr: the last part of
+    stdout and stderr, followed by the traceback or the reason.
     """
     passed: bool
     status: str

@@ -318,7 +318,7 @@ def test_an_own_task_is_measured_on_the_rows_that_both_runs_held_out(adapter, ru
     result, printed = run(adapter=policies[1], before=policies[0], max_new_tokens=5)
     names = "max_new_tokens", "max_critique_tokens", "temperature"       # typed, run's, task's
     assert [result["config"][name] for name in names] == [5, 50, 0.7]
-    assert f"uses 4 of 9 rows, held out from {policies[1]}" in printed
+    assert f"4 of 9 rows are held out from {policies[1]}; the oth" in printed
     assert printed.count("left out: 1 of 4 prompts") == 1
     after = read_rows(tmp_path / "out" / "after.jsonl")
     assert [row["id"] for row in after] == [row["id"] for row in rows[2:5]]

@@ -202,7 +202,7 @@ def said_twice(response: str) -> list[tuple[str, str]]:
 def faults(response: str) -> list[tuple[str, str]]:
     """(annotator's sentence, quote) for each fault of style.
 
-    These are the repeats of `said_twice`, and uses of the first person such as "my sister".
+    These are the repeats of `said_twice`, and "my" before a fact, such as "my sister".
     """
     first_person = re.finditer(rf"\bmy (?:{_FACT.pattern})", response)
     return said_twice(response) + [
