@@ -22,8 +22,8 @@ Departures from the paper.
 
     entropy     the loss −L_CLIP − β_H H raises H; maximising the paper's L_CLIP − β H lowers it
     GAE         the sum ends at T − t, not at T − t − 1; V is 0 after the last token
-    δ_t         three values have this name in the paper; here they are `delta` (from the
-                critique), `rewards` (r_t) and `td_error` (of GAE)
+    δ_t         two values have this name in the paper; here they are `delta` (from the
+                critique) and `td_error` (of GAE)
     sampling    all log π are at the sampling temperature, and R_φ writes z' greedily
     KL          the penalty uses only the log-probs of the sampled token
     skipping    a step whose loss or gradient is not finite is skipped

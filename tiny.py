@@ -8,7 +8,7 @@ writes z = [c ; A(y)]: a critique c in English, then A(y), JSON that quotes the 
 poor parts of y. R_φ learns to write z, and the policy π_θ learns from R_φ.
 
 The title of each part names the file that does the same for real models. After "Left out" comes
-what only that file does, besides details (PAPER.md). "l.15" is line 15 of the part's algorithm.
+what only that file does; for details see PAPER.md. "l.15" is line 15 of the part's algorithm.
 B rows, P prompt and T answer tokens, H hidden size, V vocabulary; LoRA's A, B and rank r.
 """
 
@@ -215,7 +215,7 @@ def estimate_advantages(rewards, values, mask):
 
 
 def whiten(advantages, mask):
-    """A_t with mean 0 and variance 1 over all y_t (of the release, not the paper): [B, T]."""
+    """A_t with mean 0 and variance 1 over all y_t (not in the paper): [B, T]."""
     return (advantages - advantages[mask].mean()) / advantages[mask].std(correction=0) * mask
 
 
@@ -270,7 +270,7 @@ def optimize_policy(base, reward_model, rows):
 
 
 def mean_facts(model, rows):
-    """The share of the facts that the model's responses state correctly."""
+    """The share of the facts that the model's responses state correctly, and only once."""
     _, responses = sample(model, [*map(toy.prompt, rows)], RESPONSE_TOKENS)
     return sum(map(toy.fact_accuracy, rows, responses)) / len(rows)
 

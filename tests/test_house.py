@@ -314,8 +314,6 @@ def test_the_page_of_smollm2_has_the_figures_and_texts_of_its_records():
             before, after = record["before"][key], record["after"][key]
             change = f"{before:.{digits}f} → {after:.{digits}f}"
             cells.append(re.sub(r"\b0\.", ".", change))
-        cells.append(f"{sum(record['curves']['kl'][-5:]) / 5:.1f}")
-        cells.append(f"{sum(seconds for _, seconds in record['phases']) / 60:.0f}")
         assert f"| {' | '.join(cells)} |" in page_text(page)
     quote, = re.findall(r'(?s)seed 0 is "(.*?)" The', page_text(page))
     assert len(records) == 6

@@ -139,6 +139,19 @@ def test_the_page_has_the_table_and_the_figure_of_the_records(name):
         assert (folder / f"{name}.svg").read_text("utf-8") == draw(name, runs)
 
 
+def test_the_page_of_smollm2_has_the_runs_that_are_recorded():
+    page = (studies.ROOT / "notebooks/smollm2.md").read_text("utf-8")
+    arms = {words: arm for arm, (words,) in STUDIES["smollm2"].items()}
+    runs = [run for runs in studies.read_records().values() for run in runs.values()
+            if run["words"] in arms]
+    for run in runs:
+        means = [f"{run['after'][key]:.3f}".lstrip("0")
+                 for key in ("fact accuracy", "supported words", "repeated facts")]
+        cells = [arms[run["words"]], str(run["seed"]), *means, f"{run['seconds'] / 60:.0f}"]
+        assert f"| {' | '.join(cells)} |" in page
+    assert len(runs) >= 3
+
+
 # t with 4 degrees of freedom at p = .1, .05, .01 and .001: from printed tables.
 @pytest.mark.parametrize("t, p", [(2.1318, .1), (2.7764, .05), (4.6041, .01), (8.6103, .001)])
 def test_p_and_interval_of_a_paired_t_test(t, p):
