@@ -86,7 +86,7 @@ class EvalConfig(judges.JudgeConfig):
     dtype: str | None = flag(None, "dtype of the base; None is bfloat16 on CUDA and "
                                    "float32 on CPU", ("bfloat16", "float16", "float32", None))
     decode_batch_size: int = flag(64, "number of texts in a batch", least=1)
-    temperature: float = flag(0.0, "sampling temperature; 0 is greedy")
+    temperature: float = flag(0.0, "that of --adapter's run; 0 is greedy")
     max_new_tokens: int = flag(1024, "maximum tokens of an answer, and at most half of the "
                                      "context", least=1)
     max_critique_tokens: int = flag(768, "maximum tokens of R_φ's critique", least=1)

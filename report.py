@@ -242,7 +242,7 @@ NOTES = {
                  "raise --max_new_tokens",
     "explained_variance": "approaches 1; below 0 the value head is worse than a constant",
     "unparseable": "share of critiques that cannot be parsed; healthy under .05",
-    "unmatched": "share of quotes that are not in the response; healthy under .05",
+    "unmatched": "share of quotes not in the response, or inside a word; healthy under .05",
     "ambiguous": "share of quotes that occur more often than quoted; healthy under .05, "
                  "otherwise the annotator must quote more words",
     "conflicting": "share of tokens in good and poor spans; healthy under .05, otherwise the "
@@ -265,7 +265,7 @@ LIMITS = {"truncated": 0.5, "unparseable": 0.05, "unmatched": 0.05, "ambiguous":
           "conflicting": 0.05, "policy_kl": 0.05, "clip_fraction": 0.2, "skipped_steps": 0}
 # --critic → what to do about many unparseable critiques or unmatched quotes
 CRITIC_REMEDIES = {"reward_model": "raise --reward_learning_rate or --reward_epochs",
-                   "annotator": "the annotator must quote the response word for word"}
+                   "annotator": "the annotator must quote whole words exactly"}
 
 
 def above_limits(rows: list[dict], critic: str) -> list[str]:

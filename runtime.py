@@ -356,7 +356,7 @@ def save_settings(config, directory: Path, **names):
             continue
         if isinstance(before, dict) and isinstance(after, dict):      # files and their hashes
             edited = sorted({file for file, _ in before.items() ^ after.items()})
-            text = f"{', '.join(edited)} was edited: restore it, or give a policy as --adapter"
+            text = f"{', '.join(edited)} was edited: restore it to continue this run"
         changes.append(text)
     if changes:
         raise InputError(f"{directory} was made with other settings ({'; '.join(changes)}); "

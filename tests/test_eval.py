@@ -184,7 +184,7 @@ def test_r_phi_is_judged_on_rows_outside_its_training_set(adapter, gold, run, tm
     samples[0] |= {"response": "another response to it, which was trained on"}
     write_rows(reward_model.parent / "samples.jsonl", samples)
     _, printed = run(**flags, limit=3)
-    assert "4 of 20 rows, held out" in printed and "may have been" not in printed
+    assert "4 of 20 rows are held out" in printed and "may have been" not in printed
     assert "in tokens of the response" in printed
     assert not (tmp_path / "out" / "before.jsonl").exists()           # no base is evaluated
     assert column(tmp_path / "out" / "after.jsonl", "id") == [row["id"] for row in rows[1:4]]

@@ -225,8 +225,8 @@ def test_the_file_of_a_critic_that_was_edited_is_named_and_a_commit_gives_a_warn
     files = {"my_task.py": "1" * 64, "helper.py": "2" * 64}
     save_settings(config, tmp_path, function_files=files)
     (tmp_path / "responses.jsonl").touch()
-    with pytest.raises(InputError, match="settings .helper.py was edited: restore it, or give "
-                       "a policy as --adapter.; choose another --output_dir$") as error:
+    with pytest.raises(InputError, match="settings .helper.py was edited: restore it to "
+                       "continue this run.; choose another --output_dir$") as error:
         save_settings(config, tmp_path, function_files=files | {"helper.py": "3" * 64})
     assert "111" not in str(error.value) and "333" not in str(error.value)
     row, = read_jsonl(tmp_path / "config.json")
