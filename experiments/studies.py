@@ -127,6 +127,7 @@ def baselines(flags: str = "") -> dict[str, list[str]]:
 
 
 TOY = critiques("--task toy")
+WRONG = f"best_tenth --annotated_rows 1152 {NOISE}"
 TRUE = f"--critic annotator {MIDDLE_RATE}"
 STUDIES = {
     "critiques_20": TOY,
@@ -150,10 +151,12 @@ STUDIES = {
         "verdicts alone": with_model("text2grad", VERDICTS),
         "no prose": with_model("text2grad", NO_PROSE)},
     "noise": {
-        "Text2Grad: true labels": tuned("text2grad --critic annotator"),
-        "Text2Grad: 20 % wrong": tuned(f"text2grad --critic annotator {NOISE}"),
-        "rejection: true labels": TOY["1152: rejection, once"],
-        "rejection: 20 % wrong": tuned(f"best_tenth --annotated_rows 1152 {NOISE}")},
+        "true labels: Text2Grad": tuned("text2grad --critic annotator"),
+        "true labels: rejection": TOY["1152: rejection, once"]
+                                  + TOY["1152: rejection, iterated"],
+        "20 % wrong: Text2Grad": tuned(f"text2grad --critic annotator {NOISE}"),
+        "20 % wrong: rejection": tuned(WRONG, f"{WRONG} --rounds 2",
+                                       f"{WRONG} --rounds 4")},
     "second_round": {
         "one round": ["text2grad"],
         "two rounds": [f"text2grad --adapter {directory('text2grad')}/policy"]},

@@ -170,7 +170,9 @@ def extract_code(response: str, problem: Problem) -> str:
     code = code_of(answer)
     head = problem.head and f"{problem.head}    pass\n\n"
     body = textwrap.indent(textwrap.dedent(code), "    ")
-    called = re.findall(r"(\w+)\(", f"{problem.head}{problem.base}{problem.plus}")
+    # HumanEval tests the last function of the head; those before it are helpers.
+    called = (re.findall(r"def (\w+)", problem.head)[-1:]
+              or re.findall(r"(\w+)\(", f"{problem.base}{problem.plus}"))
     # The last two texts take the code as the function's body. Either all of its lines have
     # lost the same indentation, or only the first line has lost its indentation.
     for text in (code, answer, problem.head + body, f"{problem.head}    {code.lstrip()}"):

@@ -6,6 +6,7 @@ no namespaces.
 
 import json
 import math
+from dataclasses import replace
 from itertools import cycle
 from textwrap import indent
 
@@ -134,9 +135,10 @@ def test_of_an_answer_only_what_the_function_needs_is_run(answer, task):
 @pytest.mark.parametrize("body", [
     "    return n * n", "return n * n", "x = n\n    return x * n", "  x = n\n  return x * n",
     "```python\n    return n * n\n```\nIt squares.", "    return n * n\n\nIt squares."])
-def test_an_answer_may_be_the_body_of_the_function(body):
+@pytest.mark.parametrize("helper", ["", "def g(n):\n    return n\n\n"])    # HumanEval/32
+def test_an_answer_may_be_the_body_of_the_function(body, helper):
     names = {}
-    exec(extract_code(body, HIDDEN), names)
+    exec(extract_code(body, replace(HIDDEN, head=helper + HIDDEN.head)), names)
     assert names["f"](3) == 9
 
 
