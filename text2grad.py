@@ -183,7 +183,9 @@ def prepare(config: Config, needs_annotator=True, **names):
     # results of one config only.
     check_ranks([vars(config), rows, held_out])
     function = config.annotator_function
-    save_settings(config, out, function_files=function and Function(function).source, **names)
+    if names or not config.preview:                  # a preview fits every run directory
+        save_settings(config, out, function_files=function and Function(function).source,
+                      **names)
     return model, tokenizer, rows, held_out, config, lock
 
 
