@@ -114,7 +114,7 @@ def test_a_preview_shows_critiques_and_trains_nothing(tmp_path, capsys, monkeypa
     flags = [*SMALL, "--output_dir", tmp_path]
     long = replace(toy.TASK, policy_prompt=lambda row: f"{'post ' * 99}{row['id']}?")
     monkeypatch.setattr(toy, "TASK", long)
-    write_rows(tmp_path / "config.json", [{"version": 1}])       # of a run; a preview may share it
+    write_rows(tmp_path / "config.json", [{"version": 1}])     # it may share a directory
     run_main(*flags, "--preview", 3)
     printed = capsys.readouterr().out
     assert all(f"post {row['id']}?\n" in printed for row in toy.rows("eval", 3))
