@@ -62,7 +62,7 @@ def generate_dual_feedback(row, response):
 def find_spans(response, z):
     """s_k: triples (start, end, ℓ_k) of the quotes in A(y); ℓ_k: +1 good, −1 poor (l.13–17).
 
-    Only a quote that y has exactly once gives a reward. Left out: to refuse parts of words.
+    Only a quote that y has exactly once gives a reward. Left out: refusing parts of words.
     """
     try:
         lists = json.loads(z[z.index("{") :])                # without a brace: a ValueError
@@ -191,7 +191,7 @@ def write_critiques(reward_model, rows, responses):
 
 
 def print_agreement(base, reward_model, rows):
-    """Print how well R_φ finds the annotator's −1. Left out: the +1, and intervals."""
+    """Print how well R_φ finds the annotator's −1. Left out: the +1."""
     y, responses = sample(base, [*map(toy.prompt, rows)], RESPONSE_TOKENS)
     critiques = [write_critiques(critic, rows, responses) for critic in (None, reward_model)]
     delta = [torch.cat([*map(pseudo_rewards, y, responses, z)]) for z in critiques]

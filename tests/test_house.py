@@ -307,7 +307,7 @@ def test_the_page_of_smollm2_has_the_figures_and_texts_of_its_records():
     page = ROOT / "notebooks" / "smollm2.md"
     records = [json.loads(line) for line in
                page.with_suffix(".jsonl").read_text("utf-8").splitlines()]
-    for record in records:
+    for record in records[:3]:                                            # those with R_φ
         cells = [record["run"], str(record["seed"])]
         for key, digits in (("fact accuracy", 3), ("repeated facts", 2)):
             before, after = record["before"][key], record["after"][key]
