@@ -227,7 +227,7 @@ def clipped_loss(logprobs, logprobs_old, advantages, mask):
 
 
 def optimize_policy(base, reward_model, rows):
-    """Train π_θ. Left out: minibatches, entropy (l.25), clipped V and gradient, adaptive β."""
+    """Train π_θ. Left out: minibatches (l.20), entropy (l.25), two more clips, adaptive β."""
     policy = with_lora(base)                                                     # l.5
     value_head = nn.Linear(base.config.hidden_size, 1)                           # V_ψ, l.5
     optimizer = torch.optim.AdamW(policy.parameters(), POLICY_RATE, weight_decay=0)
