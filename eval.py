@@ -476,9 +476,9 @@ def main():
         counts["after"] |= ask_wins(sides[1], rows["after"], new, old, field)  # Fig. 3, Tab. 1
     for side in sides:
         write_rows(out / f"{side.name}.jsonl", rows[side.name])
-    # Nobody says in which direction the own measures of a task are better.
-    own = {} if task in BENCHMARKS else get_task(task).truth
-    lines = table_lines(counts, dict.fromkeys(own, ("", share)) | UNITS)
+    # A task does not say whether more or less is better in its own measures: no arrow.
+    truth = {} if task in BENCHMARKS else get_task(task).truth
+    lines = table_lines(counts, dict.fromkeys(truth, ("", share)) | UNITS)
     result = {"config": asdict(config), "figures": lines, "counts": counts}
     write_rows(out / "result.json", [result])
     print(table(*cells(lines)) if lines else "no metrics")

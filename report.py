@@ -518,7 +518,9 @@ def check_critiques(samples: list[dict], critic: str) -> str:
     if quotes_by_fate and not value:
         fate, found = max(quotes_by_fate.items(), key=lambda item: len(item[1]))
     examples = " and ".join(repr(quote[:60]) for quote in [*dict.fromkeys(found)][:2])
-    cause = f"{len(found)} quotes are {fate} (such as {examples})" if found else "no quotes"
+    cause = "nothing is quoted"
+    if found:
+        cause = f"{len(found)} quotes are {fate} (such as {examples})"
     remedy = REMEDIES[fate]
     if has_reward_model:
         remedy = "train R_φ again with more rows or --reward_epochs, or use --critic annotator"

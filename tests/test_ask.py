@@ -672,7 +672,7 @@ def test_phase_1_ends_with_three_responses_in_colour_and_the_lost_quotes(work, c
     (["the"], [], "quotes are ambiguous .such as 'the'", "more words"),
     (["cat"], ["cat"], "quotes are conflicting .such as 'cat'", "one list only"),
     (["the cat sat on the dog"], [], "around all words", "leave out"),
-    ([], [], "no quotes", "return passages")])
+    ([], [], "nothing is quoted", "return passages")])
 def test_feedback_that_cannot_teach_is_refused_with_its_remedy(work, good, poor, cause, remedy):
     """Nothing is written, so that no phase continues with it."""
     work.module.judge = lambda row, response: Feedback("It is so.", good, poor)

@@ -118,7 +118,8 @@ def test_a_preview_shows_critiques_and_trains_nothing(tmp_path, capsys, monkeypa
     run_main(*flags, "--preview", 3)
     printed = capsys.readouterr().out
     assert all(f"post {row['id']}?\n" in printed for row in toy.rows("eval", 3))
-    assert printed.count("response: ") == 3 and "critiques of 3 responses, 0 unread" in printed
+    assert printed.count("response: ") == 3 == printed.count("\n…")
+    assert "critiques of 3 responses, 0 unread" in printed
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         ".lock", "config.json", "feedback.jsonl.journal"]
     monkeypatch.setattr(toy, "critique", lambda row, response: {

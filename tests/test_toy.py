@@ -63,6 +63,12 @@ def test_every_fact_stands_once_in_the_post_and_once_in_a_true_summary(rows):
         assert prose.repeated_facts(row, row["reference"]) == 0
 
 
+def test_unseen_posts_share_no_facts_with_the_posts_of_the_settings():
+    seen = {str(row["facts"]) for row in prose.TASK.rows("eval", 64, 0)}
+    unseen = {str(row["facts"]) for row in prose.UNSEEN.rows("eval", 162, 0)}
+    assert len(unseen) == 162 and not seen & unseen
+
+
 def test_a_policy_that_copies_a_sentence_of_a_prose_post_loses_a_fact():
     for row in prose.TASK.rows("train", 400, 0):
         for sentence in re.split(r'(?<=\.)"? ', row["post"]):
